@@ -1,0 +1,267 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""LT2: a looped language model whose mixers may be linear-time. Paper: LT2, arXiv 2605.20670."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.utils.type_validators import interval
+
+from loopergy.configuration.layer_patterns import parse_layer_mixers, parse_loop_windows
+from loopergy.configuration.looped_config import FULL, RECURRENT, SLIDING, LoopedConfigMixin
+
+_LT2_06B = {
+    "vocab_size": 128256,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "gdn_num_heads": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 1024**-0.5,
+    "tie_word_embeddings": True,
+}
+_LT2_13B = {
+    **_LT2_06B,
+    "hidden_size": 2048,
+    "initializer_range": 2048**-0.5,
+    "intermediate_size": 5632,
+    "gdn_num_heads": 16,
+}
+
+LT2_PRESETS: dict[str, dict[str, Any]] = {
+    "lt2-0.6b-full": {**_LT2_06B, "num_hidden_layers": 25, "layer_mixers": "full"},
+    "lt2-0.6b-gdn": {**_LT2_06B, "num_hidden_layers": 21, "layer_mixers": "gdn"},
+    "lt2-0.6b-hybrid-full-gdn": {**_LT2_06B, "num_hidden_layers": 21, "layer_mixers": "gdn*4,full"},
+    "lt2-1.3b-full": {**_LT2_13B, "num_hidden_layers": 25, "layer_mixers": "full"},
+    "lt2-1.3b-gdn": {**_LT2_13B, "num_hidden_layers": 22, "layer_mixers": "gdn", "gdn_num_heads": 8},
+    "lt2-1.3b-hybrid-full-gdn": {**_LT2_13B, "num_hidden_layers": 21, "layer_mixers": "gdn*4,full"},
+    "ouro-hybrid-1.4b": {
+        "vocab_size": 49152,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "layer_mixers": "gdn*3,full",
+        "gdn_head_dim": 128,
+        "gdn_expand_v": 1,
+        "gdn_use_short_conv": False,
+        "block_style": "sandwich",
+        "norm_between_loops": True,
+        "use_loop_residual": False,
+        "early_exit_gate": True,
+        "max_position_embeddings": 65536,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 5,
+        "num_loops": 2,
+        "num_attention_heads": 4,
+        "layer_mixers": "gdn*4,full",
+        "max_position_embeddings": 512,
+    },
+}
+
+
+@strict
+class LT2Config(LoopedConfigMixin, PreTrainedConfig):
+    """Describe an LT2 model: N physical layers, T loops, and the mixer of each layer.
+
+    Defaults are LT2's 0.6B Full+GDN hybrid. Fields that belong to one mixer start with its name.
+
+    Args:
+        vocab_size, hidden_size, intermediate_size (`int`): vocabulary, width d, width of the gated MLP.
+        num_hidden_layers (`int`): physical layers N, each visited once per loop.
+        num_loops (`int`): loops T, at least 1.
+        num_trained_loops (`int`, *optional*): loops the weights were made for: rows of the loop residual, entries of
+            `loop_windows`. The `num_loops` of construction by default; it stays when `num_loops` is changed later.
+            Loops beyond it reuse the last row.
+        layer_mixers (`list[str]` or `str`): mixer per physical layer, `"full"`, `"window"` or `"gdn"`, or a pattern
+            (see [`loopergy.configuration.layer_patterns`]); kept as the list.
+        sliding_window (`int`): window in tokens of `"window"` layers, the token itself included.
+        loop_windows (`list` or `str`, *optional*): window of all attention layers per loop, overriding the layer's
+            own; `None` or `"full"` for none, or one list per loop with an entry per layer.
+        num_attention_heads, num_key_value_heads, head_dim (`int`): of `"full"` and `"window"` layers; all heads have
+            their own keys and values, `hidden_size / num_attention_heads` wide, by default.
+        attention_bias, mlp_bias (`bool`): biases on the projections of attention and of the MLP (for converted
+            models).
+        attn_output_gate (`bool`): multiply the heads of attention layers by sigma(W x), W zero at the start.
+        use_loop_residual (`bool`): add rho[t] * (input of loop t) after loop t; rho [T, d], zero at the start (eq. 2).
+        block_style (`str`): `"pre"`, one norm before mixer and MLP each (LT2), or `"sandwich"`, one after them too
+            (Ouro).
+        norm_cast (`str`, *optional*): whether norms cast to the input's type `"after_weight"` (LT2; default for
+            `"pre"`) or `"before_weight"` (Llama, Ouro; default for `"sandwich"`). They differ in half precision only.
+        norm_between_loops (`bool`): apply the final norm after every loop and feed its output to the next (Ouro).
+        early_exit_gate (`bool`): keep Ouro's exit gate; its exit distribution is an output. All loops always run.
+        kv_sharing (`str`): `"none"`, or `"last"`: after the prompt all loops of an attention layer share the last
+            loop's keys and values. Recurrent layers always keep one state per loop.
+        gdn_num_heads (`int`, *optional*): heads of Gated DeltaNet; `num_attention_heads` by default.
+        gdn_head_dim (`int`, *optional*): width of queries and keys; 0.75 * hidden_size / gdn_num_heads by default.
+        gdn_expand_v (`float`): width of values over width of keys.
+        gdn_use_short_conv (`bool`), gdn_conv_size (`int`): causal depthwise convolution on q, k, v.
+        gdn_use_gate (`bool`): gate the normed output by SiLU(W_g x).
+        gdn_allow_neg_eigval (`bool`): beta in (0, 2), so that transitions may reflect (needed for state tracking).
+        gdn_norm_eps (`float`): epsilon of the head norm.
+        hidden_act, max_position_embeddings, rms_norm_eps, initializer_range, rope_parameters, attention_dropout,
+            tie_word_embeddings and the token ids: as in Llama.
+
+    Source: arXiv 2605.20670, section 3 and the released recipes; sizes of the presets from its appendix C. For the
+        0.6B
+    hybrid the paper's 21 layers and 8 GDN heads of 96 / 192 are combined with the 16 attention heads of its full
+    model.
+    """
+
+    model_type = "lt2"
+    keys_to_ignore_at_inference = ["cache", "loop_hidden_states", "loop_logits", "exit_pdf"]
+    base_model_tp_plan = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    vocab_size: int = 128256
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = interval(min=1)(default=21)
+    num_loops: int = interval(min=1)(default=4)
+    num_trained_loops: int | None = None
+    layer_mixers: list[str] | str = "gdn*4,full"
+    sliding_window: int = interval(min=1)(default=2048)
+    loop_windows: list | str | None = None
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: int | float = 0.0
+    attn_output_gate: bool = False
+    use_loop_residual: bool = True
+    block_style: str = "pre"
+    norm_cast: str | None = None
+    norm_between_loops: bool = False
+    early_exit_gate: bool = False
+    kv_sharing: str = "none"
+    gdn_num_heads: int | None = None
+    gdn_head_dim: int | None = None
+    gdn_expand_v: int | float = 2
+    gdn_use_short_conv: bool = True
+    gdn_conv_size: int = interval(min=2)(default=4)
+    gdn_use_gate: bool = True
+    gdn_allow_neg_eigval: bool = False
+    gdn_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = interval(min=0.0, max=1.0)(default=0.02)
+    rope_parameters: dict | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.gdn_num_heads is None:
+            self.gdn_num_heads = self.num_attention_heads
+        self.layer_mixers = parse_layer_mixers(self.layer_mixers, self.num_hidden_layers)
+        if self.gdn_head_dim is None:
+            self.gdn_head_dim = self._default_gdn_head_dim()
+        if self.norm_cast is None:
+            self.norm_cast = "before_weight" if self.block_style == "sandwich" else "after_weight"
+        if self.num_trained_loops is None:
+            self.num_trained_loops = self.num_loops
+        self.loop_windows = parse_loop_windows(self.loop_windows, self.num_trained_loops, self.num_hidden_layers)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "LT2Config":
+        """Build the config of a published size; `LT2_PRESETS` lists them. `overrides` replace single fields.
+
+        Raises:
+            ValueError: for an unknown name, listing the known ones.
+        """
+        if name not in LT2_PRESETS:
+            raise ValueError(f"Unknown preset {name!r} for LT2Config. Known presets: {', '.join(LT2_PRESETS)}.")
+        return cls(**{**LT2_PRESETS[name], **overrides})
+
+    def _default_gdn_head_dim(self) -> int:
+        head_dim, rest = divmod(3 * self.hidden_size, 4 * self.gdn_num_heads)
+        if rest and "gdn" in self.layer_mixers:
+            raise ValueError(
+                f"gdn_head_dim is not given and 0.75 * hidden_size / gdn_num_heads = 0.75 * {self.hidden_size} / "
+                f"{self.gdn_num_heads} is no whole number: pass gdn_head_dim."
+            )
+        return head_dim
+
+    @property
+    def gdn_value_head_dim(self) -> int:
+        """Width of one value head of Gated DeltaNet."""
+        return int(self.gdn_head_dim * self.gdn_expand_v)
+
+    def window(self, loop: int, layer: int) -> int | None:
+        """Return the attention window in tokens of one visit, `None` without one."""
+        if self.loop_windows is not None:
+            entry = self.loop_windows[min(loop, len(self.loop_windows) - 1)]
+            return entry[layer] if isinstance(entry, list) else entry
+        return self.sliding_window if self.layer_mixers[layer] == "window" else None
+
+    def visit(self, loop: int, layer: int) -> tuple[str, int | None]:
+        """Return (cache layer type, window) of one visit."""
+        if self.layer_mixers[layer] == "gdn":
+            return RECURRENT, None
+        window = self.window(loop, layer)
+        return (FULL, None) if window is None else (SLIDING, window)
+
+    def validate_architecture(self):
+        """Check fields against each other; each error names the field, its value and what is allowed."""
+        choices = {
+            "block_style": ("pre", "sandwich"),
+            "norm_cast": ("before_weight", "after_weight"),
+            "kv_sharing": ("none", "last"),
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {allowed}.")
+        mixers = set(self.layer_mixers)
+        if mixers - {"gdn"}:
+            self._validate_attention()
+        if "gdn" in mixers:
+            self._validate_gdn()
+
+    def _validate_attention(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
+                f"{self.num_attention_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+        windowed = self.loop_windows is not None or "window" in self.layer_mixers
+        if self.kv_sharing == "last" and windowed:
+            raise ValueError(
+                "kv_sharing='last' needs attention layers without windows: a window that has moved on cannot be "
+                "rewritten by the next loop. Drop the windows or use kv_sharing='none'."
+            )
+
+    def _validate_gdn(self):
+        if self.gdn_num_heads < 1 or self.gdn_head_dim < 1:
+            raise ValueError(
+                f"gdn_num_heads={self.gdn_num_heads} and gdn_head_dim={self.gdn_head_dim} must be at least 1."
+            )
+        if self.gdn_value_head_dim != self.gdn_head_dim * self.gdn_expand_v or self.gdn_value_head_dim < 1:
+            raise ValueError(
+                f"gdn_expand_v={self.gdn_expand_v} times gdn_head_dim={self.gdn_head_dim} must be a whole number of "
+                "at least 1: it is the width of a value head."
+            )
+
+
+__all__ = ["LT2_PRESETS", "LT2Config"]

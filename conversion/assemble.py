@@ -1,0 +1,162 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Build an LT2 model from given tensors, without initialising first what is overwritten after.
+
+The model is laid out on the meta device (no memory), its fresh tensors are filled by its own `_init_weights`, all
+others are assigned.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from loopergy.configuration.configuration_lt2 import LT2Config
+from loopergy.conversion.weight_maps import ConversionError, Rule, WeightMap, layer_of
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+
+
+def empty_student(config: LT2Config, dtype: torch.dtype) -> LT2ForCausalLM:
+    """Lay out an `LT2ForCausalLM` on the meta device.
+
+    Args:
+        config (`LT2Config`): Its config; `config.dtype` is set.
+        dtype (`torch.dtype`): dtype of its parameters, save those that the model itself keeps in float32.
+
+    Returns:
+        `LT2ForCausalLM`: Without memory; `fill` gives it some.
+    """
+    with torch.device("meta"):
+        return LT2ForCausalLM._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
+
+
+def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[str, torch.Tensor]:
+    """Fill the tensors that no teacher provides.
+
+    They are drawn in float32 on the CPU, with a seed of their own for each layer: the same `seed` gives a layer the
+    same numbers whatever the dtype, the device and the other layers are.
+
+    Args:
+        model (`LT2ForCausalLM`): An empty student; its mixers are given memory on the way.
+        rules (`list[Rule]`): The fresh rules.
+        seed (`int`): Seed, at least 0.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Student names to float32 tensors on the CPU.
+
+    Raises:
+        ConversionError: If an initialisation leaves a tensor all zero or not finite.
+    """
+    out: dict[str, torch.Tensor] = {}
+    by_layer: dict[int, list[Rule]] = {}
+    for rule in rules:
+        layer = layer_of(rule.target)
+        if layer is None:
+            raise ConversionError(f"{rule.target}: fresh tensors outside the layers are not supported")
+        by_layer.setdefault(layer, []).append(rule)
+    for layer, layer_rules in by_layer.items():
+        mixer = model.model.layers[layer].self_attn.to(dtype=torch.float32).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed * 65_536 + layer)
+            mixer.apply(model._init_weights)
+        prefix = f"model.layers.{layer}.self_attn."
+        state = {prefix + name: tensor for name, tensor in mixer.state_dict().items()}
+        for rule in layer_rules:
+            value = state[rule.target]
+            if rule.transform == "identity_conv":
+                value = torch.zeros_like(value)
+                value[..., -1] = 1
+            if not torch.isfinite(value).all() or not torch.any(value):
+                raise ConversionError(f"{rule.target}: the fresh tensor is not finite or all zero")
+            out[rule.target] = value
+    return out
+
+
+def fill(
+    model: LT2ForCausalLM,
+    weights: WeightMap,
+    sources: Mapping[str, torch.Tensor],
+    *,
+    seed: int,
+    device: torch.device,
+    share: bool = False,
+) -> LT2ForCausalLM:
+    """Give an empty student its tensors.
+
+    Args:
+        model (`LT2ForCausalLM`): From `empty_student`; changed in place.
+        weights (`WeightMap`): Its rules.
+        sources (`Mapping[str, torch.Tensor]`): The teacher's state dict.
+        seed (`int`): Seed of fresh tensors.
+        device (`torch.device`): Where the student goes.
+        share (`bool`): Let the student use the teacher's memory where a tensor is copied unchanged.
+
+    Returns:
+        `LT2ForCausalLM`: The model, in eval mode, all parameters trainable.
+
+    Raises:
+        ConversionError: If names or shapes do not fit.
+    """
+    skeleton = dict(model.state_dict())
+    weights.check_student(skeleton)
+    fresh_rules = [rule for rule in weights.rules if rule.fresh]
+    fresh = {} if device.type == "meta" else fresh_tensors(model, fresh_rules, seed)
+    state: dict[str, torch.Tensor] = {}
+    for rule in weights.rules:
+        like = skeleton[rule.target]
+        if rule.transform == "tie":
+            state[rule.target] = state["model.embed_tokens.weight"]
+            continue
+        value = fresh.get(rule.target, like) if rule.fresh else weights.forward(rule, sources).detach()
+        if value.shape != like.shape:
+            raise ConversionError(
+                f"{rule.target}: shape {list(value.shape)} made from {rule.source} does not fit {list(like.shape)}"
+            )
+        owned = rule.fresh or share or weights.is_new(rule)
+        state[rule.target] = value.to(device=device, dtype=like.dtype, copy=not owned).contiguous()
+    model.load_state_dict(state, strict=True, assign=True)
+    model.tie_weights()
+    fill_buffers(model, device)
+    return model.eval()
+
+
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary tables) on `device`."""
+    if device.type == "meta":
+        return
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                model._init_weights(module)
+    model.to(device)
+
+
+def compare_with_teacher(teacher: PreTrainedModel, config: LT2Config, weights: WeightMap) -> dict[str, float | int]:
+    """Run the teacher's own weights through LT2 with all layers kept, and compare the logits.
+
+    Takes no memory for weights: they are shared with the teacher.
+
+    Args:
+        teacher (`PreTrainedModel`): The teacher; its mode is left as it was.
+        config (`LT2Config`): Config of the student with all layers kept.
+        weights (`WeightMap`): Its rules.
+
+    Returns:
+        `dict`: `max_abs_difference` of the logits, `tokens` compared and `max_abs_logit`.
+    """
+    device, training = next(teacher.parameters()).device, teacher.training
+    twin = fill(empty_student(config, teacher.dtype), weights, teacher.state_dict(), seed=0, device=device, share=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, 24), generator=generator).to(device)
+    teacher.eval()
+    with torch.no_grad():
+        want = teacher(input_ids=ids, use_cache=False).logits
+        got = twin(input_ids=ids, use_cache=False).logits
+    teacher.train(training)
+    if want.shape != got.shape:
+        raise ConversionError(f"the teacher's logits have shape {list(want.shape)} instead of {list(got.shape)}")
+    return {
+        "max_abs_difference": (want - got).abs().max().item(),
+        "max_abs_logit": want.abs().max().item(),
+        "tokens": ids.numel(),
+    }

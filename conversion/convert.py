@@ -1,0 +1,320 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Turn an Ouro or a Llama into an LT2 hybrid that starts from its weights.
+
+Kept layers, norms, MLPs, embeddings, head and exit gate are copied. In every other layer softmax attention becomes a
+Gated DeltaNet whose q, k, v and o projections are the teacher's (key and value heads repeated where they are shared)
+and whose gates are new. Nothing else is added, so with all layers kept the student *is* the teacher, bit for bit, in
+every loop.
+
+Source: LT2 (arXiv 2605.20670) and the released Ouro-hybrid model; the initialisation is that of hybrid distillation
+(arXiv 2512.20569), with shared heads repeated head by head.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from loopergy.configuration.configuration_lt2 import LT2Config
+from loopergy.configuration.configuration_ouro import repair_special_tokens
+from loopergy.conversion.assemble import compare_with_teacher, empty_student, fill
+from loopergy.conversion.families import (
+    KNOWN_TYPES,
+    check_teacher,
+    load_teacher,
+    parse_keep_layers,
+    student_config,
+)
+from loopergy.conversion.folders import new_folder
+from loopergy.conversion.report import REPORT_FILE, ConversionReport, TensorRecord, dtype_name
+from loopergy.conversion.weight_maps import ConversionError, WeightMap, weight_map
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_ATTENTION_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
+_MUST_AGREE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "mlp_bias", "hidden_act", "rms_norm_eps"),
+    *("block_style", "norm_between_loops"),
+    *_ATTENTION_FIELDS,
+)
+
+
+@dataclass
+class Conversion:
+    """A converted model and the account of its tensors.
+
+    Args:
+        model (`LT2ForCausalLM`): The student, in eval mode.
+        report (`ConversionReport`): Where each tensor came from.
+        tokenizer (`PreTrainedTokenizerBase | None`): The teacher's tokenizer, if the teacher was loaded from a folder,
+            a file or the Hub and has one.
+    """
+
+    model: LT2ForCausalLM
+    report: ConversionReport
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def save_pretrained(
+        self, folder: str | Path, *, overwrite: bool = False, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> Path:
+        """Write model, tokenizer and `conversion_report.json`, the whole folder or nothing.
+
+        Args:
+            folder (`str` or `Path`): Where to.
+            overwrite (`bool`): Replace a folder that holds something.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Saved instead of the conversion's own.
+
+        Returns:
+            `Path`: The folder; `AutoModelForCausalLM.from_pretrained` loads it once `loopergy` is imported.
+
+        Raises:
+            FileExistsError: If the folder holds something and `overwrite` is False.
+        """
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        with new_folder(folder, overwrite=overwrite) as unfinished:
+            self.model.save_pretrained(unfinished)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
+            self.report.to_json(unfinished / REPORT_FILE)
+        return Path(folder).expanduser()
+
+
+def convert(
+    teacher: PreTrainedModel | str | Path,
+    keep_layers: Sequence[int] | str | int | float,
+    mixer: str = "gdn",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+    verify: bool | None = None,
+    **mixer_options: Any,
+) -> Conversion:
+    """Convert a looped or plain transformer into an LT2 hybrid.
+
+    Args:
+        teacher (`PreTrainedModel`, `str` or `Path`): A model in memory (its weights as they are now are what
+            counts), a folder, a Hub id, or a `.gguf` file. `OuroForCausalLM`, or any model that computes what
+            `LlamaForCausalLM` computes: tied or untied head, biases, shared key/value heads, any rotary settings.
+        keep_layers (`list[int]`, `str`, `int` or `float`): Physical layers that keep full attention, in all loops:
+            indices, `"all"`, `[]`, a count or a share (spread evenly, see `parse_keep_layers`).
+        mixer (`str`): Mixer of the other layers: `"gdn"`, or `"window"` (softmax attention over `sliding_window`
+            tokens).
+        seed (`int`): Seed of the fresh tensors; 0 by default. The global random state is not touched.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of the student; the teacher's by default.
+        revision (`str`, *optional*): Revision of a Hub id.
+        verify (`bool`, *optional*): Compare the logits of teacher and student with all layers kept on a few random
+            tokens (two forward passes, no memory for weights). By default done for all model types but `ouro` and
+            `llama`.
+        mixer_options: For `gdn`: `gdn_use_short_conv` (False; True starts as the identity), `gdn_conv_size` (4),
+            `gdn_use_gate` (True), `gdn_allow_neg_eigval` (False), `gdn_norm_eps` (1e-5). For `window`:
+            `sliding_window`.
+
+    Returns:
+        `Conversion`: `.model`, `.report`, `.tokenizer`, `.save_pretrained(folder)`. The model shares no memory with a
+        teacher that was given as an object.
+
+    Raises:
+        ConversionError: If the teacher is not supported, or if a tensor is left over, missing or does not fit.
+        ValueError: For wrong layers, mixer or options.
+
+    Example:
+        >>> import loopergy
+        >>> from loopergy import OuroConfig, OuroForCausalLM
+        >>> teacher = OuroForCausalLM(OuroConfig.from_preset("tiny"))
+        >>> conversion = loopergy.convert(teacher, keep_layers=[1])
+        >>> conversion.model.config.layer_mixers
+        ['gdn', 'full']
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**40:
+        raise ValueError(f"seed={seed!r}; allowed: a whole number in 0..{2**40 - 1}")
+    dtype = _dtype(dtype)
+    model, source = load_teacher(teacher, dtype=dtype, revision=revision)
+    check_teacher(model)
+    config = student_config(model.config, keep_layers, mixer, **mixer_options)
+    notes = _notes(model, config)
+    state = model.state_dict()
+    weights = weight_map(config)
+    weights.check_teacher(state)
+    device = next(iter(state.values())).device
+    verified = _verify(model, config, verify) if device.type != "meta" else None
+    student = fill(
+        empty_student(config, dtype or model.dtype),
+        weights,
+        state,
+        seed=seed,
+        device=device,
+        share=source != "memory",
+    )
+    if model.generation_config is not None:
+        student.generation_config = copy.deepcopy(model.generation_config)
+        if model.config.model_type == "ouro":
+            repair_special_tokens(student.generation_config)
+    report = ConversionReport(
+        teacher={
+            "source": source,
+            "model_type": model.config.model_type,
+            "class": type(model).__name__,
+            "parameters": model.num_parameters(),
+        },
+        kept_layers=parse_keep_layers(keep_layers, config.num_hidden_layers),
+        num_layers=config.num_hidden_layers,
+        num_loops=config.num_loops,
+        mixer=mixer,
+        mixer_options={name: getattr(config, name) for name in mixer_options},
+        seed=seed,
+        dtype=dtype_name(student.dtype),
+        tensors=_records(weights, student),
+        all_zero=[] if device.type == "meta" else [name for name, tensor in state.items() if not torch.any(tensor)],
+        verified=verified,
+        notes=notes,
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+    report.check(student.state_dict())
+    return Conversion(student, report, _load_tokenizer(source, config, revision))
+
+
+def restore_layers(
+    student: LT2ForCausalLM,
+    teacher: PreTrainedModel | str | Path,
+    layers: Sequence[int] | str | int | float,
+    *,
+    share: bool = False,
+) -> LT2ForCausalLM:
+    """Give some layers of a student the teacher's full attention back, in all loops.
+
+    Everything but the mixers of these layers is the student's: its other mixers, norms, MLPs, embeddings.
+
+    Args:
+        student (`LT2ForCausalLM`): A converted model; not changed.
+        teacher (`PreTrainedModel`, `str` or `Path`): What it was converted from.
+        layers (`list[int]`, `str`, `int` or `float`): Physical layers, none of which has full attention already.
+        share (`bool`): Let the new model use the memory of student and teacher (for evaluation only: training one
+            would change the others). By default everything is copied.
+
+    Returns:
+        `LT2ForCausalLM`: A new model in eval mode, in the student's dtype and on its device, all parameters trainable.
+
+    Raises:
+        ConversionError: If student and teacher do not have the same architecture; the text lists the fields.
+        ValueError: For layers out of range, given twice, or with full attention already.
+    """
+    model, _ = load_teacher(teacher, dtype=student.dtype)
+    check_teacher(model)
+    config = copy.deepcopy(student.config)
+    restored = parse_keep_layers(layers, config.num_hidden_layers)
+    already = [layer for layer in restored if config.layer_mixers[layer] == "full"]
+    if already:
+        raise ValueError(f"layers={restored}: {already} have full attention already; name only layers that do not")
+    reference = student_config(model.config, "all")
+    _check_agreement(config, reference)
+    config.layer_mixers = ["full" if i in restored else name for i, name in enumerate(config.layer_mixers)]
+    from_teacher = tuple(f"model.layers.{layer}.self_attn." for layer in restored)
+    own = {name: tensor for name, tensor in student.state_dict().items() if not name.startswith(from_teacher)}
+    taken = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(from_teacher)}
+    target = empty_student(config, student.dtype)
+    weights = weight_map(reference)
+    rules = [rule for rule in weights.rules if rule.target.startswith(from_teacher)]
+    WeightMap(tuple(rules), weights.facts).check_teacher(taken)
+    sources = own | taken
+    keep = WeightMap.identity(target.state_dict(), weight_map(config).facts)
+    out = fill(target, keep, sources, seed=0, device=student.device, share=share)
+    out.generation_config = copy.deepcopy(student.generation_config)
+    return out
+
+
+def _check_agreement(student: LT2Config, teacher: LT2Config) -> None:
+    different = [
+        f"{name} ({getattr(student, name)!r} and {getattr(teacher, name)!r})"
+        for name in _MUST_AGREE
+        if getattr(student, name) != getattr(teacher, name)
+    ]
+    if different:
+        raise ConversionError(f"student and teacher differ in {', '.join(different)}: not its teacher")
+
+
+def _verify(teacher: PreTrainedModel, student: LT2Config, verify: bool | None) -> dict[str, Any] | None:
+    """Refuse a teacher whose weights, run as Llama's or Ouro's, give other logits."""
+    if verify is False or (verify is None and teacher.config.model_type in KNOWN_TYPES):
+        return None
+    config = copy.deepcopy(student)
+    config.layer_mixers = ["full"] * config.num_hidden_layers
+    result = compare_with_teacher(teacher, config, weight_map(config))
+    # Room for another order of the same operations; a different computation is off by the size of the logits.
+    allowed = max(1e-3, 8 * torch.finfo(teacher.dtype).eps) * result["max_abs_logit"]
+    if not result["max_abs_difference"] <= allowed:
+        raise ConversionError(
+            f"the teacher (model_type {teacher.config.model_type!r}) has Llama's tensors but computes something else: "
+            f"the logits of its weights differ by {result['max_abs_difference']:.3g} (largest logit "
+            f"{result['max_abs_logit']:.3g}), so it is not supported"
+        )
+    return result
+
+
+def _records(weights: WeightMap, student: LT2ForCausalLM) -> list[TensorRecord]:
+    state = student.state_dict()
+    return [
+        TensorRecord(
+            name=rule.target,
+            source=rule.source,
+            action="fresh" if rule.fresh else "transformed" if weights.is_new(rule) else "copied",
+            how=weights.describe(rule),
+            shape=list(state[rule.target].shape),
+            dtype=dtype_name(state[rule.target].dtype),
+        )
+        for rule in weights.rules
+    ]
+
+
+def _notes(teacher: PreTrainedModel, config: LT2Config) -> list[str]:
+    """Say what of the teacher the student does not have; unties the head if the teacher's weights are not tied."""
+    notes = []
+    threshold = getattr(teacher.config, "early_exit_threshold", 1)
+    step = getattr(teacher.config, "early_exit_step", None)
+    if threshold < 1 or step is not None:
+        notes.append(
+            f"the teacher exits early (early_exit_threshold={threshold}, early_exit_step={step}); the student runs "
+            f"all {config.num_loops} loops"
+        )
+    head, embedding = teacher.get_output_embeddings().weight, teacher.get_input_embeddings().weight
+    if config.tie_word_embeddings and head is not embedding and not head.is_meta and not torch.equal(head, embedding):
+        config.tie_word_embeddings = False
+        notes.append(
+            "the teacher's config ties the head to the embedding but its weights differ: the student's is untied"
+        )
+    return notes
+
+
+def _load_tokenizer(source: str, config: LT2Config, revision: str | None) -> PreTrainedTokenizerBase | None:
+    if source == "memory":
+        return None
+    location, options = Path(source), {"revision": revision or "main"}
+    if location.suffix == ".gguf":
+        location, options["gguf_file"] = location.parent, location.name
+    elif location.is_dir() and not any((location / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(location), **options)
+    except (OSError, ValueError):
+        # Many folders and repositories hold weights alone; the conversion does not need a tokenizer.
+        return None
+    if (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 0) and config.num_loops > 1:
+        for name in ("bos_token", "eos_token", "pad_token"):
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(getattr(config, f"{name}_id")))
+    return tokenizer
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype!r} is not a floating-point dtype; allowed: 'float32', 'bfloat16', 'float16', ..."
+        )
+    return named

@@ -1,0 +1,78 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The parts that all looped models share: norm, rotary table, gated MLP.
+
+They compute in float32 at least and in float64 when the model is float64, which transformers' Llama parts do not.
+"""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import dynamic_rope_update
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in float32, or unchanged in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    r"""Normalise by the root mean square: \(y = w \odot x / \sqrt{\mathrm{mean}(x^2) + \epsilon}\).
+
+    Args:
+        size (`int`): width of the last dimension.
+        eps (`float`): epsilon under the root.
+        cast (`str`): `"before_weight"` rounds to the input's type and then multiplies by the weight (Llama, Ouro);
+            `"after_weight"` multiplies in float32 and then rounds (Lingua, LT2). Equal but for rounding.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6, cast: str = "before_weight"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+        self.cast = cast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `x` of shape (..., size); the output has its type."""
+        wide = at_least_float32(x)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        if self.cast == "before_weight":
+            return self.weight * wide.to(x.dtype)
+        return (at_least_float32(self.weight) * wide).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Show size, epsilon and cast order when the module is printed."""
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, cast={self.cast}"
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):
+    """Tabulate cos and sin of the rotary angles, for all RoPE types of transformers."""
+
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, each of shape (batch, length, head_dim) in the type of `x`.
+
+        Args:
+            x (`torch.Tensor`): gives the type and device.
+            position_ids (`torch.LongTensor` of shape (batch, length)): positions from 0.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        angles = position_ids[..., None].to(dtype) * self.inv_freq.to(device=x.device, dtype=dtype)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    r"""Feed forward: \(W_\mathrm{down}(\phi(W_\mathrm{gate} x) \odot W_\mathrm{up} x)\)."""
+
+    def __init__(self, config, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (..., hidden_size) to (..., hidden_size)."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,218 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The generation cache of looped models: transformers' cache, one layer of it per (loop, layer) visit.
+
+Two kinds of cache layer are ours. [`GrowingLayer`] holds keys and values in a buffer with room to spare, so that a new
+token is written in place instead of copying the whole past. [`RecurrentLayer`] holds the state of a linear-attention
+mixer. Everything else (windows, static, offloaded and quantised caches, beams) is transformers'.
+"""
+
+import copy
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
+from transformers.generation import GenerationMixin
+
+from loopergy.configuration.looped_config import FULL, RECURRENT, SlotPlan, resolve_num_loops
+
+
+class GrowingLayer(DynamicLayer):
+    """Cache keys and values like `DynamicLayer`, without copying the past at each token.
+
+    `keys` and `values`, [batch, heads, length, dim], are the filled front of a larger buffer. Cropping shortens the
+    view; whatever replaces them by other tensors (beams, offloading, batch selection) is noticed at the next update,
+    which then moves them into a buffer of their own. Where gradients or tracing need values that are never
+    overwritten, the update concatenates as `DynamicLayer` does.
+    """
+
+    headroom = 0.25  # of the length, kept free when the buffer is moved: memory against number of moves
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Append `key_states` and `value_states` of shape [batch, heads, new, dim]; return all keys and values."""
+        if torch.compiler.is_compiling() or key_states.requires_grad or value_states.requires_grad:
+            self._buffers = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if not self._has_room(end):
+            capacity = end if start == 0 else end + int(self.headroom * end) + 64
+            self._buffers = (
+                _moved(self.keys, key_states, start, capacity),
+                _moved(self.values, value_states, start, capacity),
+            )
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., start:end, :].copy_(new)
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def _has_room(self, end: int) -> bool:
+        """Whether `keys` and `values` still are the front of the buffers, and `end` tokens fit."""
+        if self._buffers is None:
+            return False
+        return all(
+            buffer.shape[-2] >= end
+            and tensor.data_ptr() == buffer.data_ptr()
+            and tensor.shape[:2] == buffer.shape[:2]
+            and buffer.is_inference() == torch.is_inference_mode_enabled()
+            for buffer, tensor in zip(self._buffers, (self.keys, self.values), strict=True)
+        )
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._buffers = None
+        super().reset()
+
+
+def _moved(past: torch.Tensor, new: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+    buffer = new.new_empty((*new.shape[:2], capacity, new.shape[-1]))
+    if length:
+        buffer[..., :length, :].copy_(past)
+    return buffer
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """Cache the recurrent state, and the convolution history if there is one, of a linear-attention mixer.
+
+    It differs from its parent in that a mixer without convolution keeps its state too, and that the batch can be
+    repeated and selected. A recurrent state cannot be rolled back, so `is_croppable` is False from the start.
+    """
+
+    is_croppable = False
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Store the state [batch, heads, key dim, value dim] in place and return the stored tensor."""
+        state = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        self.has_previous_state[state_idx] = True
+        return state
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch `repeats` times."""
+        self._replace(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch."""
+        self._replace(lambda tensor: tensor[indices, ...])
+
+    def _replace(self, change) -> None:
+        for index in range(self.number_of_states):
+            if self.is_conv_states_initialized[index]:
+                self.conv_states[index] = change(self.conv_states[index])
+            if self.is_recurrent_states_initialized[index]:
+                self.recurrent_states[index] = change(self.recurrent_states[index])
+
+
+# Attention layers register themselves by `_layer_type`, linear ones do not. The state is of one size: it serves both kinds.
+DYNAMIC_LAYER_TYPE_MAPPING[RECURRENT] = RecurrentLayer
+STATIC_LAYER_TYPE_MAPPING[RECURRENT] = RecurrentLayer
+
+
+def with_growing_layers(cache: Cache) -> Cache:
+    """Replace the empty concatenating layers of a cache by [`GrowingLayer`], in place, and return it."""
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer and not layer.is_initialized else layer for layer in cache.layers
+    ]
+    return cache
+
+
+def make_cache(config, num_loops: int | None = None) -> DynamicCache:
+    """Build the empty cache of a looped model.
+
+    Args:
+        config: an Ouro or LT2 config.
+        num_loops (`int`, *optional*): loops that will run; the config's by default.
+    """
+    return with_growing_layers(DynamicCache(config=config.decoder_view(num_loops)))
+
+
+def open_cache(
+    config, cache: Cache | None, use_cache: bool | None, num_loops: int | None, plan: SlotPlan, packed: bool
+) -> Cache | None:
+    """Return the cache to use in a forward: the given one, a new one if asked for, or none.
+
+    Args:
+        config: an Ouro or LT2 config.
+        cache: the caller's cache.
+        use_cache: whether a new one is wanted.
+        num_loops: loops that will run.
+        plan ([`SlotPlan`]): the slots that will be used.
+        packed (`bool`): the rows hold several documents, which a cache cannot continue.
+
+    Raises:
+        ValueError: for a cache with too few slots, which would fail deep inside a layer, or a cache with packed
+            documents.
+    """
+    if cache is None:
+        return make_cache(config, num_loops) if use_cache and not packed else None
+    if packed:
+        raise ValueError(
+            "The rows hold several packed documents (position_ids restart, or cu_seq_lens_q or seq_idx were given), "
+            "which a cache cannot continue. Pass one document per row, or leave the cache out."
+        )
+    slots = len(plan.layer_types)
+    lazy = getattr(cache, "layer_class_to_replicate", None) is not None and RECURRENT not in plan.layer_types
+    if not lazy and hasattr(cache, "layers") and len(cache.layers) < slots:
+        raise ValueError(
+            f"The cache has {len(cache.layers)} slots, but {slots} (loop, layer) visits keep something. Build it with "
+            "DynamicCache(config=model.config), or for another number of loops with "
+            "DynamicCache(config=model.config.decoder_view(num_loops))."
+        )
+    return cache
+
+
+class LoopedGenerationMixin(GenerationMixin):
+    """Prepare caches with one slot per (loop, layer) for `generate`, whatever `num_loops` it is called with."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        given = model_kwargs.get("cache") is not None
+        kinds = set(self.config.slot_plan().layer_types)
+        if generation_config.cache_implementation == "quantized" and kinds != {FULL}:
+            raise ValueError(
+                "cache_implementation='quantized' stores keys and values of full attention only, and this model has "
+                f"{sorted(kinds)}. Leave cache_implementation out to use the default cache."
+            )
+        model = self
+        num_loops = resolve_num_loops(self.config, model_kwargs.get("num_loops"))
+        if num_loops != self.config.num_loops and not given:
+            # The parent sizes the cache by `self.config`; a shallow stand-in carries the one with other loops.
+            model = copy.copy(self)
+            model.config = self.config.decoder_view(num_loops)
+        super(LoopedGenerationMixin, model)._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        cache = model_kwargs.get("cache")
+        if given or cache is None:
+            return
+        if cache.offloading and self.device.type == "cpu":
+            # The cache lies in host memory already; transformers would look for a CUDA stream.
+            cache.offloading = False
+        if type(cache) is DynamicCache and not cache.offloading:
+            with_growing_layers(cache)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse continuous batching, whose paged cache has one slot per physical layer.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} needs one cache slot per (loop, layer), which continuous batching does not offer. "
+            "Use generate() with a padded batch."
+        )
+
+    def generate_batch(self, *args, **kwargs):
+        """Refuse continuous batching; see [`init_continuous_batching`]."""
+        return self.init_continuous_batching()

@@ -1,0 +1,182 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""What a looped model derives from its inputs once per forward, for all loops: positions, documents and masks."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
+
+from loopergy.configuration.looped_config import RECURRENT, SlotPlan
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Mark the documents packed into each row.
+
+    Attributes:
+        ids (`torch.LongTensor` of shape (batch, length)): tokens of one document share a number within their row.
+        cu_seqlens (`torch.LongTensor` of shape (documents + 1,)): their borders in the flattened batch, runs of
+            padding counted as documents.
+    """
+
+    ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+def find_documents(
+    shape: torch.Size,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> Documents | None:
+    """Find packed documents: from explicit borders, or from positions that restart between real tokens.
+
+    Args:
+        shape: (batch, length) of the new tokens.
+        position_ids (`torch.LongTensor` of shape (batch or 1, length), *optional*): positions as the caller gave them.
+        attention_mask (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding.
+        cu_seq_lens (`torch.Tensor` of shape (documents + 1,), *optional*): borders, for a batch of one row.
+        seq_idx (`torch.Tensor` of shape (batch, length), *optional*): document number per token.
+
+    Returns:
+        [`Documents`], or `None` if every row is one document.
+
+    Raises:
+        ValueError: if `cu_seq_lens` comes with several rows or does not span the row.
+    """
+    batch, length = shape
+    if cu_seq_lens is not None:
+        if batch != 1 or int(cu_seq_lens[-1]) != length:
+            raise ValueError(
+                f"cu_seq_lens_q ends at {int(cu_seq_lens[-1])} for inputs of shape {tuple(shape)}: document borders "
+                "span one row that holds all documents, padding included. Flatten the batch to one row."
+            )
+        row = torch.arange(length, device=cu_seq_lens.device)
+        borders = _changes(torch.searchsorted(cu_seq_lens[1:].contiguous(), row, right=True)[None])
+    elif seq_idx is not None:
+        borders = _changes(seq_idx.reshape(shape))
+    elif position_ids is None or length == 1:
+        return None
+    else:
+        borders = _restarts(position_ids.expand(shape), attention_mask)
+    if not bool(borders.any()):
+        return None
+    if attention_mask is not None:
+        borders = borders | _changes(attention_mask.to(torch.bool))
+    ids = borders.cumsum(dim=1)
+    first = torch.zeros_like(borders)
+    first[:, 0] = True
+    cu_seqlens = torch.nn.functional.pad((borders | first).flatten().nonzero().flatten(), (0, 1), value=batch * length)
+    return Documents(ids, cu_seqlens)
+
+
+def _changes(values: torch.Tensor) -> torch.Tensor:
+    """True where a row's value differs from the one before."""
+    change = values[:, 1:] != values[:, :-1]
+    return torch.nn.functional.pad(change, (1, 0), value=False)
+
+
+def _restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """True at real tokens whose position does not follow that of the real token before."""
+    if attention_mask is None:
+        return torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0), value=False)
+    real = attention_mask.to(torch.bool)
+    index = torch.arange(real.shape[1], device=real.device).expand_as(real)
+    last_real = torch.where(real, index, -1).cummax(dim=1).values
+    previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
+    follows = position_ids == position_ids.gather(1, previous.clamp(min=0)) + 1
+    return real & (previous >= 0) & ~follows
+
+
+def past_length(cache: Cache | None, plan: SlotPlan):
+    """Return how many tokens the cache holds; 0 where no slot counts them (recurrent states only)."""
+    slot = next((slot for slot, kind in enumerate(plan.layer_types) if kind != RECURRENT), None)
+    return 0 if cache is None or slot is None else cache.get_seq_length(slot)
+
+
+def default_positions(
+    shape: torch.Size, attention_mask, past: int, documents: Documents | None, device: torch.device
+) -> torch.Tensor:
+    """Return the positions (batch or 1, length) of new tokens: documents from 0, padding not counted.
+
+    Args:
+        shape: (batch, length) of the new tokens.
+        attention_mask: 2-D over cached and new tokens, or anything else, which is then ignored.
+        past: tokens in the cache.
+        documents: borders, if documents are packed.
+        device: where to put the result.
+    """
+    length = shape[1]
+    index = torch.arange(length, device=device)
+    if documents is not None:
+        starts = torch.where(_changes(documents.ids), index, 0).cummax(dim=1).values
+        return index - starts
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and attention_mask.shape[1] >= length:
+        return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -length:]
+    return index[None] + past
+
+
+def mask_key(layer_type: str, window: int | None) -> str:
+    """Name the mask of a visit in the dictionary that [`looped_masks`] makes."""
+    return layer_type if window is None else f"{layer_type}_{window}"
+
+
+def looped_masks(
+    config,
+    plan: SlotPlan,
+    inputs_embeds: torch.Tensor,
+    attention_mask,
+    cache: Cache | None,
+    documents: Documents | None = None,
+    materialise: bool = False,
+) -> dict:
+    """Make each mask that the visits need, once for all loops.
+
+    Args:
+        config: gives the attention implementation.
+        plan ([`SlotPlan`]): types and windows that occur, and a slot of each to size the mask by.
+        inputs_embeds (`torch.Tensor` of shape (batch, length, *)): gives batch, length, type and device.
+        attention_mask: 2-D padding mask over cached and new tokens, a ready 4-D mask, or `None`.
+        cache: the cache before this forward's tokens are written.
+        documents: packed documents to keep apart.
+        materialise (`bool`): return a mask even where "causal" could be left to the kernel.
+
+    Returns:
+        `dict`: [`mask_key`] -> mask in the form of the attention implementation, or the 2-D mask of recurrent mixers.
+    """
+    masks = {}
+    for slot, (layer_type, window) in enumerate(zip(plan.layer_types, plan.windows, strict=True)):
+        key = mask_key(layer_type, window)
+        if key in masks:
+            continue
+        if layer_type == RECURRENT:
+            masks[key] = create_recurrent_attention_mask(config, inputs_embeds, attention_mask)
+            continue
+        create, own_config = create_causal_mask, config
+        if window is not None:
+            create, own_config = create_sliding_window_causal_mask, copy.copy(config)
+            own_config.__dict__["sliding_window"] = window
+        masks[key] = create(
+            config=own_config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cache=cache,
+            and_mask_function=None if documents is None else _same_document(documents.ids),
+            layer_idx=slot,
+            allow_is_causal_skip=not materialise,
+        )
+    return masks
+
+
+def _same_document(ids: torch.Tensor):
+    def same_document(batch, head, query, key):
+        return ids[batch, query] == ids[batch, key]
+
+    return same_document

@@ -1,0 +1,92 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Classify sequences with a looped model: a linear score of the last real token."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import can_return_tuple
+
+
+class LoopedForSequenceClassification:
+    """Add the classification head to a looped base model, which the subclass names in `base_model_class`.
+
+    transformers' generic head builds its base model through the Auto classes, which asks for trust when the code is
+    loaded from the Hub; this one does not.
+    """
+
+    base_model_class: type[nn.Module]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = self.base_model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """Score each sequence at its last real token.
+
+        The last real token is the rightmost one that `attention_mask` keeps; without a mask the rightmost that is not
+        `config.pad_token_id`.
+
+        Args:
+            labels (`torch.Tensor` of shape (batch,), *optional*): classes, or values if `config.num_labels` is 1.
+
+        Returns:
+            `logits` of shape (batch, num_labels), and `loss` with labels.
+
+        Raises:
+            ValueError: for several sequences without mask or padding token: their ends cannot be told.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        states = outputs.last_hidden_state
+        last = self._last_token(input_ids, attention_mask, states)
+        logits = self.score(states[torch.arange(states.shape[0], device=states.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _last_token(self, input_ids, attention_mask, states: torch.Tensor) -> torch.Tensor:
+        batch, length = states.shape[:2]
+        index = torch.arange(length, device=states.device)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            real = attention_mask[:, -length:].to(states.device) != 0
+        elif self.config.pad_token_id is not None and input_ids is not None:
+            real = input_ids.to(states.device) != self.config.pad_token_id
+        elif batch == 1 or input_ids is None:
+            return torch.full((batch,), length - 1, device=states.device)
+        else:
+            raise ValueError(
+                f"{batch} sequences, but neither attention_mask nor config.pad_token_id tells where they end. Pass "
+                "attention_mask, or set model.config.pad_token_id."
+            )
+        return (index * real).argmax(dim=-1)

@@ -1,0 +1,90 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Keep the tests offline, seeded and on one thread each; share a tokenizer and a text that need no download."""
+
+import os
+
+# Read by the libraries when they are first imported, so set before any of them is.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TRANSFORMERS_MARKERS = (
+    "accelerate_tests",
+    "all_flash_attn_test",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "generate",
+    "torch_compile_test",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker one thread: two workers on two cores are faster than two that fight over both."""
+    torch.set_num_threads(1)
+    for name in TRANSFORMERS_MARKERS if os.environ.get("LOOPERGY_TRANSFORMERS_TESTS") else ():
+        config.addinivalue_line("markers", f"{name}: used by transformers' own model tests")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Return the repository's folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def topics() -> list[str]:
+    """Return the documents of Python's own help, sorted by name: real English text that every machine has."""
+    from pydoc_data.topics import topics as documents
+
+    return [documents[name] for name in sorted(documents)]
+
+
+@pytest.fixture(scope="session")
+def topics_tokenizer(topics):
+    """Train a byte-level BPE of 1,024 tokens on the topics, with Ouro's special tokens at Ouro's ids 0, 1 and 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(topics, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=special[1],
+        eos_token=special[2],
+        pad_token=special[0],
+        padding_side="left",
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast

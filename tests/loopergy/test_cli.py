@@ -1,0 +1,111 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The command line: every verb shows an example that it understands, and errors are one line."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loopergy import OuroConfig, OuroForCausalLM, cli
+
+GROUP = typer.main.get_command(cli.app)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def tiny_ouro(tmp_path_factory, topics_tokenizer):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    OuroForCausalLM(OuroConfig.from_preset("tiny", vocab_size=len(topics_tokenizer))).save_pretrained(folder)
+    topics_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_all_verbs_of_this_version_are_there():
+    verbs = {"convert", "align", "select", "distill", "extend", "run", "generate", "demo", "info"}
+    assert set(GROUP.commands) == verbs
+
+
+@pytest.mark.parametrize("verb", sorted(GROUP.commands))
+def test_help_shows_an_example_that_the_verb_understands(verb):
+    shown = run(verb, "--help").output
+    line = re.search(r"\[bold\](.+)\[/bold\]", GROUP.commands[verb].epilog).group(1)
+    assert line.split()[:2] == ["loopergy", verb]
+    assert "Example:" in shown
+    GROUP.commands[verb].make_context(verb, shlex.split(line)[2:])
+
+
+def test_convert_writes_a_folder_that_generate_and_info_read(tiny_ouro, tmp_path):
+    output = tmp_path / "hybrid"
+    done = run("convert", tiny_ouro, "--keep-layers", "1,", "-o", output, "--set", "gdn_use_short_conv=true")
+    assert done.exit_code == 0, done.output
+    config = json.loads((output / "config.json").read_text())
+    assert config["layer_mixers"][1] == "full"
+    assert config["gdn_use_short_conv"] is True
+    assert (output / "conversion_report.json").is_file()
+    answer = run("generate", output, "hello", "-n", 3, "--num-loops", 1)
+    assert answer.exit_code == 0, answer.output
+    assert "3 tokens in" in answer.output or "tokens in" in answer.output
+    described = run("info", output).output
+    assert "gdn" in described
+    assert "cache slots" in described
+
+
+def test_generate_gives_the_tokens_of_the_python_call(tiny_ouro, topics_tokenizer):
+    model = OuroForCausalLM.from_pretrained(tiny_ouro).eval()
+    inputs = topics_tokenizer("The import statement", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False, num_loops=1)
+    text = topics_tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    done = run("generate", tiny_ouro, "The import statement", "--raw", "-n", 4, "--num-loops", 1)
+    assert text.strip() in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("6", 6), ("0.25", 0.25), ("3,7", "3,7"), ("3,", "3,"), ("all", "all"), ("none", []), (" 2 ", 2)],
+)
+def test_kept_layers_are_read_as_written(text, value):
+    assert cli.parse_layers(text) == value
+
+
+def test_settings_are_read_as_yaml():
+    pairs = ["learning_rate=1e-4", "layers=[1, 2]", "name=gdn", "flag=true", "nothing=null", "text=a=b"]
+    assert cli.settings(pairs) == {
+        "learning_rate": 1e-4,
+        "layers": [1, 2],
+        "name": "gdn",
+        "flag": True,
+        "nothing": None,
+        "text": "a=b",
+    }
+
+
+def test_a_setting_without_a_value_is_refused():
+    with pytest.raises(ValueError, match="KEY=VALUE"):
+        cli.settings(["learning_rate"])
+
+
+def test_an_error_of_the_library_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
+    line = ["loopergy", "convert", str(tmp_path / "nothing-here"), "-o", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("loopergy: ")
+    assert "Traceback" not in shown
+    monkeypatch.setattr(sys, "argv", [line[0], "--debug", *line[1:]])
+    with pytest.raises((ValueError, OSError)):
+        cli.main()
+
+
+def test_version_is_shown():
+    import loopergy
+
+    assert run("--version").output.strip() == f"loopergy {loopergy.__version__}"

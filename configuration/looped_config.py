@@ -13,6 +13,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "looped_recurrent"
+# The first slot of a cache without any attention: it also counts tokens.
+COUNTED_RECURRENT = "looped_recurrent_counted"
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,14 @@ class LoopedConfigMixin:
         transformers' cache classes read `num_hidden_layers`, `layer_types` and the windows from it; nothing else does.
         """
         plan = self.slot_plan(num_loops)
+        layer_types = list(plan.layer_types)
+        if set(layer_types) == {RECURRENT}:
+            layer_types[0] = COUNTED_RECURRENT
         view = copy.copy(self)
         # Written past `__setattr__`: the view is no config of its own, so loop counts must not be checked again.
         view.__dict__.update(
-            num_hidden_layers=len(plan.layer_types),
-            layer_types=list(plan.layer_types),
+            num_hidden_layers=len(layer_types),
+            layer_types=layer_types,
             sliding_window=next((window for window in plan.windows if window is not None), None),
             _is_decoder_view=True,
         )
@@ -94,7 +99,11 @@ class LoopedConfigMixin:
         return self.decoder_view()
 
     def __setattr__(self, key, value):
-        if key in ("num_loops", self.attribute_map.get("num_loops")) and self.__dict__.get("_post_init_done"):
+        if key in self.attribute_map:
+            # Set again under the field's own name, so that the field's checks see it.
+            setattr(self, self.attribute_map[key], value)
+            return
+        if key == self.attribute_map.get("num_loops", "num_loops") and self.__dict__.get("_post_init_done"):
             warn_beyond_trained(value, self.num_loops)
         super().__setattr__(key, value)
 

@@ -13,13 +13,14 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     LinearAttentionLayer,
 )
 from transformers.generation import GenerationMixin
 
-from loopergy.configuration.looped_config import FULL, RECURRENT, SlotPlan, resolve_num_loops
+from loopergy.configuration.looped_config import COUNTED_RECURRENT, FULL, RECURRENT, SlotPlan, resolve_num_loops
 
 
 class GrowingLayer(DynamicLayer):
@@ -83,7 +84,7 @@ def _moved(past: torch.Tensor, new: torch.Tensor, length: int, capacity: int) ->
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Cache the recurrent state, and the convolution history if there is one, of a linear-attention mixer.
+    """Cache the recurrent state, and the convolution history if any, of a linear-attention mixer.
 
     It differs from its parent in that a mixer without convolution keeps its state too, and that the batch can be
     repeated and selected. A recurrent state cannot be rolled back, so `is_croppable` is False from the start.
@@ -113,9 +114,54 @@ class RecurrentLayer(LinearAttentionLayer):
                 self.recurrent_states[index] = change(self.recurrent_states[index])
 
 
-# Attention layers register themselves by `_layer_type`, linear ones do not. The state is of one size: it serves both kinds.
-DYNAMIC_LAYER_TYPE_MAPPING[RECURRENT] = RecurrentLayer
-STATIC_LAYER_TYPE_MAPPING[RECURRENT] = RecurrentLayer
+class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
+    """Cache a recurrent state and count the tokens it has seen.
+
+    The first slot of a model without attention is of this kind: `generate` asks the cache how long it is when a text
+    is continued, and would otherwise feed the beginning twice.
+    """
+
+    supports_early_init = False
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        CacheLayerMixin.__init__(self)
+        RecurrentLayer.__init__(self, **kwargs)
+        # A tensor in a static cache: a Python number would make each step of a compiled model a new program.
+        self.cumulative_length = 0 if max_cache_len is None else torch.zeros(1, dtype=torch.long)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Refuse keys and values: a recurrent mixer has none."""
+        raise TypeError("This slot holds a recurrent state; keys and values belong in the slot of an attention layer.")
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, num_tokens: int = 0, **kwargs
+    ) -> torch.Tensor:
+        """Store the state in place, and add the `num_tokens` tokens that it has taken in to the count."""
+        if isinstance(self.cumulative_length, torch.Tensor):
+            if self.cumulative_length.device != recurrent_states.device:
+                self.cumulative_length = self.cumulative_length.to(recurrent_states.device)
+            self.cumulative_length.add_(num_tokens)
+        else:
+            self.cumulative_length += num_tokens
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def get_seq_length(self):
+        """Return the number of tokens seen."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int):
+        """Return the length that a mask over all tokens would have, and its offset 0."""
+        return self.cumulative_length + query_length, 0
+
+    def reset(self) -> None:
+        """Forget the state and the count."""
+        RecurrentLayer.reset(self)
+        CacheLayerMixin.reset(self)
+
+
+# A state is of one size, so that it serves dynamic and static caches alike.
+for _mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
+    _mapping[RECURRENT], _mapping[COUNTED_RECURRENT] = RecurrentLayer, CountedRecurrentLayer
 
 
 def with_growing_layers(cache: Cache) -> Cache:

@@ -12,7 +12,27 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from loopergy.configuration.looped_config import RECURRENT, SlotPlan
+from loopergy.configuration.looped_config import RECURRENT, SlotPlan, resolve_num_loops
+from loopergy.modeling.looped_cache import open_cache
+
+
+@dataclass(frozen=True)
+class LoopedInputs:
+    """Hold what one forward needs in every loop.
+
+    Attributes:
+        plan ([`SlotPlan`]): slots of the loops that will run.
+        cache (`Cache`, *optional*): the cache to write to.
+        documents ([`Documents`], *optional*): packed documents.
+        position_ids (`torch.LongTensor` of shape (batch or 1, length)).
+        real (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding among the new tokens.
+    """
+
+    plan: SlotPlan
+    cache: Cache | None
+    documents: "Documents | None"
+    position_ids: torch.Tensor | None
+    real: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,39 @@ class Documents:
 
     ids: torch.Tensor
     cu_seqlens: torch.Tensor
+
+
+def read_inputs(
+    config,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    use_cache: bool | None,
+    num_loops: int | None,
+    borders: dict,
+) -> LoopedInputs:
+    """Check the arguments of a forward and derive from them what all loops share.
+
+    Args:
+        config: an Ouro or LT2 config.
+        inputs_embeds (`torch.Tensor` of shape (batch, length, hidden_size)): the new tokens.
+        attention_mask, position_ids, cache, use_cache, num_loops: as the model got them.
+        borders (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
+
+    Raises:
+        ValueError: as [`resolve_num_loops`], [`find_documents`] and [`open_cache`].
+    """
+    plan = config.slot_plan(resolve_num_loops(config, num_loops))
+    shape = inputs_embeds.shape[:2]
+    two_d = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
+    real = attention_mask[:, -shape[1] :] if two_d else None
+    documents = find_documents(shape, position_ids, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
+    cache = open_cache(config, cache, use_cache, num_loops, plan, packed=documents is not None)
+    if position_ids is None:
+        past = past_length(cache, plan)
+        position_ids = default_positions(shape, attention_mask, past, documents, inputs_embeds.device)
+    return LoopedInputs(plan, cache, documents, position_ids, real)
 
 
 def find_documents(
@@ -62,7 +115,7 @@ def find_documents(
         borders = _changes(torch.searchsorted(cu_seq_lens[1:].contiguous(), row, right=True)[None])
     elif seq_idx is not None:
         borders = _changes(seq_idx.reshape(shape))
-    elif position_ids is None or length == 1:
+    elif position_ids is None or length == 1 or torch.compiler.is_exporting():
         return None
     else:
         borders = _restarts(position_ids.expand(shape), attention_mask)
@@ -129,29 +182,23 @@ def mask_key(layer_type: str, window: int | None) -> str:
 
 
 def looped_masks(
-    config,
-    plan: SlotPlan,
-    inputs_embeds: torch.Tensor,
-    attention_mask,
-    cache: Cache | None,
-    documents: Documents | None = None,
-    materialise: bool = False,
+    config, inputs: LoopedInputs, inputs_embeds: torch.Tensor, attention_mask, materialise: bool = False
 ) -> dict:
     """Make each mask that the visits need, once for all loops.
 
     Args:
         config: gives the attention implementation.
-        plan ([`SlotPlan`]): types and windows that occur, and a slot of each to size the mask by.
+        inputs ([`LoopedInputs`]): the types and windows that occur, the cache before this forward's tokens are
+            written, and packed documents to keep apart.
         inputs_embeds (`torch.Tensor` of shape (batch, length, *)): gives batch, length, type and device.
         attention_mask: 2-D padding mask over cached and new tokens, a ready 4-D mask, or `None`.
-        cache: the cache before this forward's tokens are written.
-        documents: packed documents to keep apart.
         materialise (`bool`): return a mask even where "causal" could be left to the kernel.
 
     Returns:
         `dict`: [`mask_key`] -> mask in the form of the attention implementation, or the 2-D mask of recurrent mixers.
     """
     masks = {}
+    plan, documents = inputs.plan, inputs.documents
     for slot, (layer_type, window) in enumerate(zip(plan.layer_types, plan.windows, strict=True)):
         key = mask_key(layer_type, window)
         if key in masks:
@@ -167,7 +214,7 @@ def looped_masks(
             config=own_config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            cache=cache,
+            cache=inputs.cache,
             and_mask_function=None if documents is None else _same_document(documents.ids),
             layer_idx=slot,
             allow_is_causal_skip=not materialise,

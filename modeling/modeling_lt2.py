@@ -29,10 +29,10 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.configuration.looped_config import RECURRENT, SlotPlan, resolve_num_loops
+from loopergy.configuration.looped_config import RECURRENT, SlotPlan
 from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding
-from loopergy.modeling.looped_cache import LoopedGenerationMixin, open_cache
-from loopergy.modeling.looped_inputs import default_positions, find_documents, looped_masks, mask_key, past_length
+from loopergy.modeling.looped_cache import LoopedGenerationMixin
+from loopergy.modeling.looped_inputs import LoopedInputs, looped_masks, mask_key, read_inputs
 from loopergy.modeling.looped_outputs import (
     LoopedCausalLMOutputWithPast,
     LoopedModelOutputWithPast,
@@ -179,50 +179,38 @@ class LT2Model(LT2PreTrainedModel):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        loops = resolve_num_loops(self.config, num_loops)
-        plan = self.config.slot_plan(loops)
-        two_d_mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
-        shape = inputs_embeds.shape[:2]
-        documents = find_documents(
-            shape,
-            position_ids,
-            None if two_d_mask is None else two_d_mask[:, -shape[1] :],
-            kwargs.get("cu_seq_lens_q"),
-            kwargs.get("seq_idx"),
+        inputs = read_inputs(
+            self.config, inputs_embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs
         )
-        cache = open_cache(self.config, cache, use_cache, num_loops, plan, packed=documents is not None)
-        if position_ids is None:
-            past = past_length(cache, plan)
-            position_ids = default_positions(shape, two_d_mask, past, documents, inputs_embeds.device)
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = looped_masks(self.config, plan, inputs_embeds, attention_mask, cache, documents)
+            masks = looped_masks(self.config, inputs, inputs_embeds, attention_mask)
         attention_inputs = {
-            "position_embeddings": self.rotary_emb(inputs_embeds, position_ids=position_ids),
-            "position_ids": position_ids,
+            "position_embeddings": self.rotary_emb(inputs_embeds, position_ids=inputs.position_ids),
+            "position_ids": inputs.position_ids,
             **kwargs,
         }
         recurrent_inputs = {
             "attention_mask": masks.get(RECURRENT),
-            "cu_seqlens": None if documents is None else documents.cu_seqlens,
+            "cu_seqlens": None if inputs.documents is None else inputs.documents.cu_seqlens,
             **kwargs,
         }
 
         states = []
         hidden_states = inputs_embeds
-        for loop in range(loops):
+        for loop, slots in enumerate(inputs.plan.table):
             loop_input = hidden_states
-            for layer_idx, layer in enumerate(self.layers):
+            for layer_idx, (layer, slot) in enumerate(zip(self.layers, slots, strict=True)):
                 layer_type, window = self.config.visit(loop, layer_idx)
-                inputs = recurrent_inputs
+                visit = recurrent_inputs
                 if layer_type != RECURRENT:
-                    inputs = {
+                    visit = {
                         **attention_inputs,
                         "attention_mask": masks[mask_key(layer_type, window)],
                         "window": window,
                         "rewrite_slot": loop > 0 and self.config.kv_sharing == "last",
                     }
-                hidden_states = layer(hidden_states, cache=cache, slot=plan.table[loop][layer_idx], **inputs)
+                hidden_states = layer(hidden_states, cache=inputs.cache, slot=slot, **visit)
             if self.loop_residual is not None:
                 row = min(loop, len(self.loop_residual) - 1)
                 hidden_states = hidden_states + self.loop_residual[row] * loop_input
@@ -240,7 +228,7 @@ class LT2Model(LT2PreTrainedModel):
             exit_pdf = exit_distribution(torch.cat([self.early_exit_gate(state) for state in states], dim=-1))
         return LoopedModelOutputWithPast(
             last_hidden_state=hidden_states,
-            cache=cache,
+            cache=inputs.cache,
             loop_hidden_states=tuple(states) or None,
             exit_pdf=exit_pdf,
         )
@@ -322,11 +310,14 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
 
     @staticmethod
     def create_masks_for_generate(
-        config: LT2Config, inputs_embeds: torch.Tensor, attention_mask, cache: Cache | None, **kwargs
+        config: LT2Config, inputs_embeds: torch.Tensor, attention_mask, cache: Cache, **kwargs
     ) -> dict:
         """Make the masks of all mixers ahead of a compiled forward; `generate` calls it for static caches."""
-        plan: SlotPlan = config.slot_plan()
-        return looped_masks(config, plan, inputs_embeds, attention_mask, cache)
+        plan = config.slot_plan()
+        # A cache for fewer loops has fewer slots; one for more loops has more of the same kinds.
+        plan = SlotPlan(plan.table, plan.layer_types[: len(cache)], plan.windows[: len(cache)])
+        inputs = LoopedInputs(plan, cache, documents=None, position_ids=None, real=None)
+        return looped_masks(config, inputs, inputs_embeds, attention_mask)
 
 
 class LT2ForSequenceClassification(LoopedForSequenceClassification, LT2PreTrainedModel):

@@ -26,8 +26,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from loopergy.configuration.configuration_ouro import OuroConfig, repair_special_tokens
 from loopergy.configuration.looped_config import FULL, resolve_num_loops
 from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding, at_least_float32
-from loopergy.modeling.looped_cache import LoopedGenerationMixin, open_cache
-from loopergy.modeling.looped_inputs import default_positions, find_documents, looped_masks, past_length
+from loopergy.modeling.looped_cache import LoopedGenerationMixin
+from loopergy.modeling.looped_inputs import looped_masks, read_inputs
 from loopergy.modeling.looped_outputs import (
     LoopedCausalLMOutputWithPast,
     LoopedModelOutputWithPast,
@@ -129,45 +129,41 @@ class OuroModel(OuroPreTrainedModel):
 
         Raises:
             ValueError: for both or neither of `input_ids` and `inputs_embeds`, a loop count below 1, a cache with too
-                few slots, or packed documents together with a cache.
+                few slots, packed documents together with a cache, or early exit with an attention implementation other
+                than sdpa and eager.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        q = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
+        if q < 1 and self.config._attn_implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"Early exit (threshold {q} < 1) works with attn_implementation 'sdpa' or 'eager', not "
+                f"{self.config._attn_implementation!r}: tokens of one batch run different numbers of loops. Set the "
+                "threshold to 1.0 to run all loops."
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        plan = self.config.slot_plan(resolve_num_loops(self.config, num_loops))
-        two_d_mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
-        shape = inputs_embeds.shape[:2]
-        documents = find_documents(
-            shape,
-            position_ids,
-            None if two_d_mask is None else two_d_mask[:, -shape[1] :],
-            kwargs.get("cu_seq_lens_q"),
-            kwargs.get("seq_idx"),
+        inputs = read_inputs(
+            self.config, inputs_embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs
         )
-        cache = open_cache(self.config, cache, use_cache, num_loops, plan, packed=documents is not None)
-        past = past_length(cache, plan)
-        if position_ids is None:
-            position_ids = default_positions(shape, two_d_mask, past, documents, inputs_embeds.device)
-
-        q = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
         masks = attention_mask
-        if not isinstance(masks, dict):
-            masks = looped_masks(self.config, plan, inputs_embeds, attention_mask, cache, documents, materialise=q < 1)
+        if not isinstance(masks, dict) or (q < 1 and masks[FULL] is None):
+            mask = None if isinstance(masks, dict) else masks
+            masks = looped_masks(self.config, inputs, inputs_embeds, mask, materialise=q < 1)
         visit = {
             "attention_mask": masks[FULL],
-            "position_embeddings": self.rotary_emb(inputs_embeds, position_ids=position_ids),
-            "position_ids": position_ids,
-            "cache": cache,
+            "position_embeddings": self.rotary_emb(inputs_embeds, position_ids=inputs.position_ids),
+            "position_ids": inputs.position_ids,
+            "cache": inputs.cache,
             **kwargs,
         }
         if q < 1:
-            states, gates = self._loop_until_exit(inputs_embeds, plan, visit, q, two_d_mask)
+            states, gates = self._loop_until_exit(inputs_embeds, inputs.plan, visit, q, inputs.real)
         else:
-            states, gates = self._loop(inputs_embeds, plan, visit, bool(output_loop_hidden_states))
+            states, gates = self._loop(inputs_embeds, inputs.plan, visit, bool(output_loop_hidden_states))
         return LoopedModelOutputWithPast(
             last_hidden_state=states[-1],
-            cache=cache,
+            cache=inputs.cache,
             loop_hidden_states=tuple(states) if output_loop_hidden_states else None,
             exit_pdf=exit_distribution(torch.cat(gates, dim=-1)) if output_loop_hidden_states else None,
         )
@@ -189,20 +185,14 @@ class OuroModel(OuroPreTrainedModel):
                 gates.append(self.early_exit_gate(hidden_states))
         return states or [hidden_states], gates
 
-    def _loop_until_exit(self, hidden_states, plan, visit, q: float, two_d_mask):
+    def _loop_until_exit(self, hidden_states, plan, visit, q: float, real):
         """Run the loops on those tokens only that have not left; see [`OuroForCausalLM`] for the rule.
 
         Returns the states after each loop (B, S, D) and their gate logits; what a token left with is repeated.
         """
-        if self.config._attn_implementation not in ("eager", "sdpa"):
-            raise ValueError(
-                f"Early exit (threshold {q} < 1) works with attn_implementation 'sdpa' or 'eager', not "
-                f"{self.config._attn_implementation!r}: tokens of one batch run different numbers of loops. Set the "
-                "threshold to 1.0 to run all loops."
-            )
         batch, length, _ = hidden_states.shape
         everyone = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
-        stay = everyone if two_d_mask is None else two_d_mask[:, -length:].to(everyone)
+        stay = everyone if real is None else real.to(everyone)
         keys_values: dict = {}
         hidden_states = self._stack(hidden_states, 0, plan, {**visit, "active": _select(everyone, keys_values)})
         states, gates = [hidden_states], [self.early_exit_gate(hidden_states)]

@@ -1,8 +1,9 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Where tokens stand once a sequence is cut into chunks, for sequences alone in their row and for documents packed into one row.
+"""Where tokens stand once a row is cut into chunks, be it one sequence or several documents packed together.
 
-Every document starts with a chunk of its own, so that a kernel keeps documents apart by starting a fresh state at certain chunks and needs
-no mask inside a chunk. Places that only fill up a document's last chunk hold zeros; there are fewer than `chunk_size` of them per document.
+Every document starts with a chunk of its own, so that a kernel keeps documents apart by starting a fresh state at
+certain chunks and needs no mask inside a chunk. Places that only fill up a document's last chunk hold zeros; there are
+fewer than `chunk_size` of them per document.
 
 Shape letters: B batch, L length, H heads, C tokens of a chunk, s chunks of a range.
 """
@@ -23,6 +24,7 @@ class ChunkLayout(NamedTuple):
         chunk_size: tokens in a chunk.
         num_chunks: chunks, over all documents.
         length: tokens in the row.
+        documents: documents in the row, empty ones too.
         places: [length], place `chunk * chunk_size + offset` of every token; None where it is the token's own index.
         token_starts: [num_chunks + 1], tokens before each chunk; None together with `places`.
         first_chunks: chunk with which a document starts -> index of that document.
@@ -32,6 +34,7 @@ class ChunkLayout(NamedTuple):
     chunk_size: int
     num_chunks: int
     length: int
+    documents: int
     places: Tensor | None
     token_starts: list[int] | None
     first_chunks: dict[int, int]
@@ -58,20 +61,26 @@ class ChunkLayout(NamedTuple):
             part = torch.nn.functional.pad(part, [0, 0] * (part.dim() - 2) + [0, room - (stop - start)])
         return part.unflatten(1, (end - first, self.chunk_size)).movedim(0, 1).transpose(2, 3)
 
+    def from_chunks(self, chunks: Tensor, first: int, end: int) -> Tensor:
+        """Return the tokens [B, tokens of the range, H, ...] of chunks `first` to `end - 1` [s, B, H, C, ...]."""
+        start, stop = self._tokens(first, end)
+        tokens = chunks.transpose(2, 3).movedim(1, 0).flatten(1, 2)
+        if self.places is not None:
+            return tokens.index_select(1, self.places[start:stop] - first * self.chunk_size)
+        return tokens[:, : stop - start]
+
     @contextmanager
     def writing(self, target: Tensor, first: int, end: int) -> Iterator[Tensor]:
-        """Lend a tensor [s, B, H, C, ...] to be filled; what is written there stands in `target` [B, L, H, ...] afterwards.
+        """Lend a tensor [s, B, H, C, ...]; what is written there stands in `target` [B, L, H, ...] afterwards.
 
-        The tensor is a view of `target` unless places have to be filled up, so that results go straight to their place.
+        The tensor is a view of `target` unless places have to be filled up, so that results go straight to their
+        place.
         """
         place = self.to_chunks(target, first, end)
         yield place
         start, stop = self._tokens(first, end)
-        if self.places is not None:
-            tokens = place.transpose(2, 3).movedim(1, 0).flatten(1, 2)
-            target[:, start:stop] = tokens.index_select(1, self.places[start:stop] - first * self.chunk_size)
-        elif stop - start < (end - first) * self.chunk_size:
-            target[:, start:stop] = place.transpose(2, 3).movedim(1, 0).flatten(1, 2)[:, : stop - start]
+        if self.places is not None or stop - start < (end - first) * self.chunk_size:
+            target[:, start:stop] = self.from_chunks(place, first, end)
 
     def _tokens(self, first: int, end: int) -> tuple[int, int]:
         if self.token_starts is not None:
@@ -79,13 +88,16 @@ class ChunkLayout(NamedTuple):
         return first * self.chunk_size, min(end * self.chunk_size, self.length)
 
 
-def chunk_layout(length: int, chunk_size: int, boundaries: list[int] | None = None, device: torch.device | str = "cpu") -> ChunkLayout:
+def chunk_layout(
+    length: int, chunk_size: int, boundaries: list[int] | None = None, device: torch.device | str = "cpu"
+) -> ChunkLayout:
     """Cut a row of tokens into chunks.
 
     Args:
         length: tokens in the row.
         chunk_size: tokens in a chunk, at least 1.
-        boundaries: [0, ..., length], the edges of the documents in the row, as `document_boundaries` returns them; None for one document.
+        boundaries: [0, ..., length], the edges of the documents in the row, as `document_boundaries` returns them;
+            None for one document.
         device: where `places` is to live.
 
     Returns:
@@ -94,7 +106,7 @@ def chunk_layout(length: int, chunk_size: int, boundaries: list[int] | None = No
     if boundaries is None:
         num_chunks = -(-length // chunk_size)
         starts, ends = ({0: 0}, {num_chunks - 1: 0}) if num_chunks else ({}, {})
-        return ChunkLayout(chunk_size, num_chunks, length, None, None, starts, ends)
+        return ChunkLayout(chunk_size, num_chunks, length, 1, None, None, starts, ends)
     starts, ends, places, token_starts = {}, {}, [torch.zeros(0, dtype=torch.long)], [0]
     for document, (start, stop) in enumerate(pairwise(boundaries)):
         if start == stop:
@@ -105,7 +117,10 @@ def chunk_layout(length: int, chunk_size: int, boundaries: list[int] | None = No
         token_starts.extend(range(start + chunk_size, stop, chunk_size))
         token_starts.append(stop)
         ends[len(token_starts) - 2] = document
-    return ChunkLayout(chunk_size, len(token_starts) - 1, length, torch.cat(places).to(device), token_starts, starts, ends)
+    all_places = torch.cat(places).to(device)
+    return ChunkLayout(
+        chunk_size, len(token_starts) - 1, length, len(boundaries) - 1, all_places, token_starts, starts, ends
+    )
 
 
 def document_boundaries(cu_seqlens: Tensor | None, batch: int, length: int) -> list[int] | None:
@@ -130,7 +145,9 @@ def document_boundaries(cu_seqlens: Tensor | None, batch: int, length: int) -> l
             "Flatten the batch into one row: x.flatten(0, 1).unsqueeze(0)."
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"`cu_seqlens` must be a 1-D integer tensor, got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}.")
+        raise ValueError(
+            f"`cu_seqlens` must be a 1-D integer tensor, got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}."
+        )
     boundaries = cu_seqlens.tolist()
     rises = all(start <= stop for start, stop in pairwise(boundaries))
     if boundaries[0] != 0 or boundaries[-1] != length or not rises:

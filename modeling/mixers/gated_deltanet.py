@@ -127,7 +127,7 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens=cu_seqlens,
         )
         if cache is not None:
-            cache.update_recurrent_state(state, slot)
+            cache.update_recurrent_state(state, slot, num_tokens=length)
 
         output = self.o_norm(output)
         if self.g_proj is not None:

@@ -1,0 +1,275 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The gated delta rule (Gated DeltaNet's token mixing) in plain torch: sequence form and step form.
+
+Every head carries a state `S` of shape [K, V] and does, for every token `t`:
+
+    S   <- exp(g_t) S
+    S   <- S + k_t (beta_t (v_t - S^T k_t))^T
+    o_t  = S^T (scale q_t)
+
+`chunk_gated_delta_rule` is for sequences, `recurrent_gated_delta_rule` for single tokens; both give the same numbers,
+continue from any state and keep packed documents apart. Names, arguments and layouts are those of transformers and
+flash-linear-attention.
+
+Shape letters: B batch, T length, H heads, K key width, V value width, D documents, N chunks, C tokens of a chunk.
+
+Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv 2412.06464), equation 10.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from loopergy.modeling.kernels.chunk_layout import chunk_layout, document_boundaries
+from loopergy.modeling.kernels.gated_delta_rule_backward import chunk_backward
+from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS, Inputs, Kept, Problem, chunk_forward
+from loopergy.modeling.kernels.gated_delta_rule_traced import traced_gated_delta_rule
+
+# A segment's largest matrices (rows and values of all its chunks) should fit a core's second-level cache next to their
+# neighbours.
+_SEGMENT_NUMBERS = 64 * 32 * 128
+_PAIRS_PER_THREAD = 8
+_LARGEST_CHUNK = 32
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the gated delta rule over sequences, chunk by chunk.
+
+    Memory is linear in T. Gradients reach q, k, v, g, beta and initial_state; they can be taken once, by a
+    hand-written backward that keeps the inputs, U, T and one state per segment. Where torch.compile, torch.export or
+    torch.func trace the call, a plain expression of the same chunks is used, and `recurrent_gated_delta_rule` is
+    differentiable any number of times. Log decays down to -inf are exact; decays under 6e-16 (float64: 2e-35) count as
+    zero inside a chunk.
+
+    Args:
+        q: [B, T, H, K], queries. H may divide the number of value heads, each query and key head then serves a run of
+            value heads.
+        k: [B, T, H, K], keys.
+        v: [B, T, H, V], values.
+        g: [B, T, H], natural logarithm of the decay, at most 0.
+        beta: [B, T, H], write strength.
+        scale: factor of the queries; K ** -0.5 if None.
+        initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from; zeros if None.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: whether to divide queries and keys by sqrt(|x|^2 + 1e-6) first.
+        cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
+            document per row.
+        chunk_size: tokens per chunk; chosen from the shape if None. Changes speed, not results.
+
+    Returns:
+        Output [B, T, H, V] in the dtype of `v`, and the final state ([B or D, H, K, V], float32, or float64 if any
+        input is float64) or None.
+
+    Raises:
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
+    """
+    call = _checked(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    length = call.inputs.v.shape[1]
+    if chunk_size is None:
+        longest = (
+            length
+            if call.boundaries is None
+            else max((stop - start for start, stop in pairwise(call.boundaries)), default=0)
+        )
+        chunk_size = max(1, min(longest, _LARGEST_CHUNK))
+    elif chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+    layout = chunk_layout(length, chunk_size, call.boundaries, q.device)
+    problem = _cut(Problem(layout, call.scale, use_qk_l2norm_in_kernel, call.dtype, 0, 0), call.inputs)
+    with torch.autocast(q.device.type, enabled=False):
+        if _is_traced():
+            out, final = traced_gated_delta_rule(problem, call.inputs, call.state)
+        else:
+            out, final = _ChunkGatedDeltaRule.apply(problem, *call.inputs, call.state)
+    return out, call.states_as_given(final) if output_final_state else None
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the gated delta rule token by token; with T = 1 this is the decoding step, which reads the state once.
+
+    The step multiplies `[k; q]` with the state in one product and uses `o = exp(g) S^T q + (q . k) d`, where `d` is
+    what the token writes. Differentiable by autograd any number of times, at the price of one state per token.
+
+    Args:
+        q: [B, T, H, K], queries. H may divide the number of value heads, each query and key head then serves a run of
+            value heads.
+        k: [B, T, H, K], keys.
+        v: [B, T, H, V], values.
+        g: [B, T, H], natural logarithm of the decay.
+        beta: [B, T, H], write strength.
+        scale: factor of the queries; K ** -0.5 if None.
+        initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from, left as it is; zeros
+            if None.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: whether to divide queries and keys by sqrt(|x|^2 + 1e-6) first.
+        cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
+            document per row.
+
+    Returns:
+        Output [B, T, H, V] in the dtype of `v`, and the final state ([B or D, H, K, V], float32, or float64 if any
+        input is float64) or None.
+
+    Raises:
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
+    """
+    call = _checked(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    with torch.autocast(q.device.type, enabled=False):
+        queries, keys, values, log_decay, strength = (x.to(call.dtype) for x in call.inputs)
+        if use_qk_l2norm_in_kernel:
+            queries, keys = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (queries, keys))
+        pair, decay = torch.stack([keys, queries * call.scale], dim=-2), log_decay.exp()[..., None]
+        overlap = (pair[..., 0, :] * pair[..., 1, :]).sum(-1, keepdim=True)
+        outputs, finals = [], []
+        for document, (start, stop) in enumerate(pairwise(call.boundaries or [0, v.shape[1]])):
+            state = None if call.state is None else call.state[document]
+            for t in range(start, stop):
+                token = (x[:, t] for x in (pair, values, decay, strength[..., None], overlap))
+                output, state = _step(*token, state, write=output_final_state or t + 1 < stop)
+                outputs.append(output)
+            finals.append(
+                state if state is not None else values.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+            )
+        out = torch.stack(outputs, 1).to(v.dtype) if outputs else torch.empty_like(v)
+    return out, call.states_as_given(torch.stack(finals)) if output_final_state else None
+
+
+class _Call(NamedTuple):
+    """The checked arguments of a call; `state` is [D, B, H, K, V], where D = 1 without packing and B = 1 with it."""
+
+    inputs: Inputs
+    state: Tensor | None
+    boundaries: list[int] | None
+    scale: float
+    dtype: torch.dtype
+
+    def states_as_given(self, states: Tensor) -> Tensor:
+        return states[0] if self.boundaries is None else states[:, 0]
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> _Call:
+    """Check shapes, spread grouped query and key heads over the value heads, and fill in defaults."""
+    if (
+        k.dim() != 4
+        or v.dim() != 4
+        or q.shape != k.shape
+        or k.shape[:2] != v.shape[:2]
+        or v.shape[2] % max(k.shape[2], 1)
+    ):
+        raise ValueError(
+            "`q` and `k` must be [B, T, heads, K], `v` [B, T, value heads, V], value heads a multiple of heads, "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}."
+        )
+    if g.shape != v.shape[:3] or beta.shape != v.shape[:3]:
+        raise ValueError(
+            f"`g` and `beta` must be {tuple(v.shape[:3])} like `v`, got g {tuple(g.shape)}, beta {tuple(beta.shape)}."
+        )
+    batch, length, heads, values = v.shape
+    boundaries = document_boundaries(cu_seqlens, batch, length)
+    dtype = torch.float32
+    for x in (q, k, v, g, beta):
+        dtype = torch.promote_types(dtype, x.dtype)
+    if state is not None:
+        expected = (batch if boundaries is None else len(boundaries) - 1, heads, k.shape[3], values)
+        if state.shape != expected:
+            raise ValueError(
+                f"`initial_state` must be {expected} (documents or rows, heads, K, V), got {tuple(state.shape)}."
+            )
+        state = state.to(dtype).unsqueeze(0 if boundaries is None else 1)
+    if k.shape[2] != heads:
+        q, k = (x.repeat_interleave(heads // k.shape[2], dim=2) for x in (q, k))
+    return _Call(Inputs(q, k, v, g, beta), state, boundaries, k.shape[3] ** -0.5 if scale is None else scale, dtype)
+
+
+def _step(
+    pair: Tensor, value: Tensor, decay: Tensor, strength: Tensor, overlap: Tensor, state: Tensor | None, write: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Take one token, `pair` [B, H, 2, K] its key above its scaled query; return output [B, H, V] and state."""
+    if state is None:
+        written = strength * value
+        output = overlap * written
+        return output, pair[:, :, 0, :, None] * written[:, :, None, :] if write else None
+    batch, heads, _, values = state.shape
+    reads = torch.bmm(pair.flatten(0, 1), state.flatten(0, 1)).view(batch, heads, 2, values)
+    written = strength * (value - decay * reads[:, :, 0])
+    output = torch.addcmul(decay * reads[:, :, 1], overlap, written)
+    if not write:
+        return output, None
+    return output, torch.addcmul(state * decay[..., None], pair[:, :, 0, :, None], written[:, :, None, :])
+
+
+def _cut(problem: Problem, inputs: Inputs) -> Problem:
+    """Choose how much to work on at once."""
+    threads = torch.get_num_threads() if inputs.v.device.type == "cpu" else 64
+    batch, _, heads, values = inputs.v.shape
+    pairs = max(1, min(batch * heads, _PAIRS_PER_THREAD * threads))
+    numbers = pairs * problem.layout.chunk_size * (inputs.k.shape[-1] + values)
+    return problem._replace(pairs=pairs, chunks=max(1, _SEGMENT_NUMBERS * threads // max(1, numbers)))
+
+
+def _is_traced() -> bool:
+    """Tell whether torch.compile, torch.export or torch.func need operations they can look into."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+class _ChunkGatedDeltaRule(torch.autograd.Function):
+    """`chunk_forward` with `chunk_backward`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        inputs = Inputs(q, k, v, g, beta)
+        if initial is None:
+            final = v.new_zeros(
+                problem.layout.documents, v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=problem.dtype
+            )
+        else:
+            final = initial.clone(memory_format=torch.contiguous_format)
+        out, kept = chunk_forward(problem, inputs, initial, final, any(ctx.needs_input_grad))
+        ctx.problem = problem
+        ctx.save_for_backward(*inputs, initial, *(x for room in kept for x in room))
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, initial, *kept = ctx.saved_tensors
+        rooms = [Kept(*kept[i : i + 3]) for i in range(0, len(kept), 3)]
+        with torch.autocast(v.device.type, enabled=False):
+            grads = chunk_backward(ctx.problem, Inputs(q, k, v, g, beta), initial, rooms, grad_out, grad_final)
+        return None, *grads[:5], grads.initial if initial is not None else None

@@ -88,7 +88,7 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
             own; `None` or `"full"` for none, or one list per loop with an entry per layer.
         num_attention_heads, num_key_value_heads, head_dim (`int`): of `"full"` and `"window"` layers; all heads have
             their own keys and values, `hidden_size / num_attention_heads` wide, by default.
-        attention_bias, mlp_bias (`bool`): biases on the projections of attention and of the MLP (for converted
+        attention_bias, mlp_bias (`bool`): biases on q, k, v, o of every mixer and on the MLP (for converted
             models).
         attn_output_gate (`bool`): multiply the heads of attention layers by sigma(W x), W zero at the start.
         use_loop_residual (`bool`): add rho[t] * (input of loop t) after loop t; rho [T, d], zero at the start (eq. 2).

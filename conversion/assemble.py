@@ -5,6 +5,7 @@ The model is laid out on the meta device (no memory), its fresh tensors are fill
 others are assigned.
 """
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -32,13 +33,13 @@ def empty_student(config: LT2Config, dtype: torch.dtype) -> LT2ForCausalLM:
 def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[str, torch.Tensor]:
     """Fill the tensors that no teacher provides.
 
-    They are drawn in float32 on the CPU, with a seed of their own for each layer: the same `seed` gives a layer the
-    same numbers whatever the dtype, the device and the other layers are.
+    They are drawn in float32 on the CPU, each module from a seed of its own: with the same `seed` a tensor gets the
+    same numbers whatever the dtype, the device, the other layers and the other tensors of its layer are.
 
     Args:
         model (`LT2ForCausalLM`): An empty student; its mixers are given memory on the way.
         rules (`list[Rule]`): The fresh rules.
-        seed (`int`): Seed, at least 0.
+        seed (`int`): Seed.
 
     Returns:
         `dict[str, torch.Tensor]`: Student names to float32 tensors on the CPU.
@@ -54,12 +55,15 @@ def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[s
             raise ConversionError(f"{rule.target}: fresh tensors outside the layers are not supported")
         by_layer.setdefault(layer, []).append(rule)
     for layer, layer_rules in by_layer.items():
-        mixer = model.model.layers[layer].self_attn.to(dtype=torch.float32).to_empty(device="cpu")
+        name = f"model.layers.{layer}.self_attn"
+        mixer = model.get_submodule(name).to(dtype=torch.float32).to_empty(device="cpu")
+        prefix = f"{name}."
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed * 65_536 + layer)
-            mixer.apply(model._init_weights)
-        prefix = f"model.layers.{layer}.self_attn."
-        state = {prefix + name: tensor for name, tensor in mixer.state_dict().items()}
+            # Children before parents, as transformers initialises: a parent may refine what its children got.
+            for part, module in reversed(list(mixer.named_modules())):
+                torch.manual_seed(_derived_seed(seed, prefix + part))
+                model._init_weights(module)
+        state = {prefix + part: tensor for part, tensor in mixer.state_dict().items()}
         for rule in layer_rules:
             value = state[rule.target]
             if rule.transform == "identity_conv":
@@ -69,6 +73,10 @@ def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[s
                 raise ConversionError(f"{rule.target}: the fresh tensor is not finite or all zero")
             out[rule.target] = value
     return out
+
+
+def _derived_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2s(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
 
 
 def fill(
@@ -96,7 +104,7 @@ def fill(
     Raises:
         ConversionError: If names or shapes do not fit.
     """
-    skeleton = dict(model.state_dict())
+    skeleton: dict[str, torch.Tensor] = dict(model.state_dict())
     weights.check_student(skeleton)
     fresh_rules = [rule for rule in weights.rules if rule.fresh]
     fresh = {} if device.type == "meta" else fresh_tensors(model, fresh_rules, seed)
@@ -106,7 +114,10 @@ def fill(
         if rule.transform == "tie":
             state[rule.target] = state["model.embed_tokens.weight"]
             continue
-        value = fresh.get(rule.target, like) if rule.fresh else weights.forward(rule, sources).detach()
+        if rule.fresh:
+            value = like if device.type == "meta" else fresh[rule.target]
+        else:
+            value = weights.forward(rule, sources).detach()
         if value.shape != like.shape:
             raise ConversionError(
                 f"{rule.target}: shape {list(value.shape)} made from {rule.source} does not fit {list(like.shape)}"
@@ -128,7 +139,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 model._init_weights(module)
-    model.to(device)
+    torch.nn.Module.to(model, device)
 
 
 def compare_with_teacher(teacher: PreTrainedModel, config: LT2Config, weights: WeightMap) -> dict[str, float | int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_ouro import repair_special_tokens
@@ -131,14 +131,14 @@ def convert(
         >>> conversion.model.config.layer_mixers
         ['gdn', 'full']
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**40:
-        raise ValueError(f"seed={seed!r}; allowed: a whole number in 0..{2**40 - 1}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}; allowed: a whole number")
     dtype = _dtype(dtype)
     model, source = load_teacher(teacher, dtype=dtype, revision=revision)
     check_teacher(model)
     config = student_config(model.config, keep_layers, mixer, **mixer_options)
-    notes = _notes(model, config)
     state = model.state_dict()
+    notes = _notes(model.config, state, config)
     weights = weight_map(config)
     weights.check_teacher(state)
     device = next(iter(state.values())).device
@@ -151,6 +151,7 @@ def convert(
         device=device,
         share=source != "memory",
     )
+    notes += _rotary_notes(model, student)
     if model.generation_config is not None:
         student.generation_config = copy.deepcopy(model.generation_config)
         if model.config.model_type == "ouro":
@@ -271,23 +272,41 @@ def _records(weights: WeightMap, student: LT2ForCausalLM) -> list[TensorRecord]:
     ]
 
 
-def _notes(teacher: PreTrainedModel, config: LT2Config) -> list[str]:
+def _notes(teacher: PreTrainedConfig, state: dict[str, torch.Tensor], config: LT2Config) -> list[str]:
     """Say what of the teacher the student does not have; unties the head if the teacher's weights are not tied."""
     notes = []
-    threshold = getattr(teacher.config, "early_exit_threshold", 1)
-    step = getattr(teacher.config, "early_exit_step", None)
+    threshold = getattr(teacher, "early_exit_threshold", 1)
+    step = getattr(teacher, "early_exit_step", None)
     if threshold < 1 or step is not None:
         notes.append(
             f"the teacher exits early (early_exit_threshold={threshold}, early_exit_step={step}); the student runs "
             f"all {config.num_loops} loops"
         )
-    head, embedding = teacher.get_output_embeddings().weight, teacher.get_input_embeddings().weight
-    if config.tie_word_embeddings and head is not embedding and not head.is_meta and not torch.equal(head, embedding):
+    if config.tie_word_embeddings and _head_differs(state):
         config.tie_word_embeddings = False
         notes.append(
             "the teacher's config ties the head to the embedding but its weights differ: the student's is untied"
         )
     return notes
+
+
+def _head_differs(state: dict[str, torch.Tensor]) -> bool:
+    head, embedding = state.get("lm_head.weight"), state.get("model.embed_tokens.weight")
+    if head is None or embedding is None or head.data_ptr() == embedding.data_ptr():
+        return False
+    return not torch.equal(head, embedding)
+
+
+def _rotary_notes(teacher: PreTrainedModel, student: LT2ForCausalLM) -> list[str]:
+    """Say so if the teacher's rotary table is not the one its config gives."""
+    theirs = getattr(getattr(teacher.model, "rotary_emb", None), "original_inv_freq", None)
+    ours = student.model.rotary_emb.original_inv_freq
+    if theirs is None or theirs.is_meta or torch.equal(theirs.to(ours), ours):
+        return []
+    return [
+        "the teacher's rotary table is not the one its config gives (`.to(dtype)` after loading rounds it; load with "
+        "dtype= instead); the student's is exact, so its logits differ slightly"
+    ]
 
 
 def _load_tokenizer(source: str, config: LT2Config, revision: str | None) -> PreTrainedTokenizerBase | None:

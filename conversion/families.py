@@ -115,7 +115,8 @@ def load_teacher(
     elif PreTrainedConfig.get_config_dict(location, revision=revision)[0].get("model_type") == "ouro":
         # Straight to our class: the checkpoint's remote code must not be asked for.
         loader = OuroForCausalLM
-    model, info = loader.from_pretrained(location, **options)
+    loaded: Any = loader.from_pretrained(location, **options)
+    model, info = loaded
     faults = {
         kind: info.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)
     }
@@ -137,8 +138,10 @@ def check_teacher(teacher: PreTrainedModel) -> None:
             f"the teacher ({kind}) has quantised or sharded weights, which cannot be copied; load it whole and "
             "dequantised, e.g. with `quantization_config=GgufConfig(dequantize=True)`, or pass the .gguf file's path"
         )
-    if teacher.get_output_embeddings() is None or not hasattr(teacher, "model"):
+    if teacher.get_output_embeddings() is None:
         raise ConversionError(f"the teacher ({kind}) has no language-model head: pass its ...ForCausalLM class")
+    if not hasattr(teacher, "model"):
+        raise ConversionError(f"the teacher ({kind}) is not built like Llama or Ouro; {_supported()}")
     check_teacher_config(config)
     strange = sorted({text for name in teacher.state_dict() for text in _meaning(name)})
     biased = sorted({match.group(1) for name in teacher.state_dict() if (match := _BIAS.search(name))})
@@ -280,11 +283,6 @@ def student_config(
     kept = set(parse_keep_layers(keep_layers, num_layers))
     if mixer == "window" and len(kept) < num_layers and not options["sliding_window"]:
         raise ValueError('mixer="window" needs sliding_window=<tokens>, e.g. convert(..., sliding_window=512)')
-    if mixer == "gdn" and len(kept) < num_layers and getattr(teacher_config, "attention_bias", False):
-        raise ConversionError(
-            "the teacher has biases on q, k, v, o (attention_bias=True), which the gdn mixer has no place for; keep "
-            'all layers or use mixer="window"'
-        )
     looped = teacher_config.model_type == "ouro"
     names = [field.name for field in fields(LT2Config)]
     values = {

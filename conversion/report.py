@@ -137,25 +137,31 @@ class ConversionReport:
         return "\n".join(lines + self.notes)
 
     def table(self):
-        """Return a `rich.table.Table`: like tensors of different layers share a row."""
+        """Return a `rich.table.Table`: tensors of the same layers with the same origin share a row."""
         from rich.table import Table
 
-        rows: dict[tuple[str, str, str, str], list[TensorRecord]] = {}
+        layers: dict[tuple[str, str, str], list[int]] = {}
+        parameters: Counter[tuple[str, str, str]] = Counter()
         for record in self.tensors:
             layer = layer_of(record.name)
-            name = record.name if layer is None else record.name.replace(f".{layer}.", ".*.", 1)
-            rows.setdefault((name, record.action, record.how, str(record.shape)), []).append(record)
-        table = Table(title="Where each tensor came from")
-        for heading in ("tensor", "layers", "action", "how", "shape"):
-            table.add_column(heading, overflow="fold")
+            short = record.name.removeprefix("model.").removesuffix(".weight")
+            key = (short if layer is None else short.split(".", 2)[2], record.action, record.how)
+            layers.setdefault(key, []).extend([] if layer is None else [layer])
+            parameters[key] += 0 if record.how.startswith("tied to ") else record.num_parameters
+        rows: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
+        for (name, action, how), where in layers.items():
+            rows.setdefault((_ranges(where), action, how), []).append((name, parameters[name, action, how]))
+        table = Table(title="Where each tensor came from", show_lines=True)
+        table.add_column("layers", overflow="fold", max_width=16)
+        table.add_column("tensors", overflow="fold", ratio=3)
+        table.add_column("action")
+        table.add_column("how", overflow="fold", ratio=2)
         table.add_column("parameters", justify="right")
         colour = {"copied": "green", "transformed": "yellow", "fresh": "magenta"}
-        for (name, action, how, shape), records in rows.items():
-            layers = [layer for record in records if (layer := layer_of(record.name)) is not None]
-            total = sum(record.num_parameters for record in records)
-            table.add_row(
-                name, _ranges(layers), f"[{colour[action]}]{action}[/]", how, shape.strip("[]"), f"{total:,}"
-            )
+        for (where, action, how), names in rows.items():
+            listed = ", ".join(name.removeprefix("self_attn.") for name, _ in names)
+            total = sum(count for _, count in names)
+            table.add_row(where or "-", listed, f"[{colour[action]}]{action}[/]", how, f"{total:,}")
         return table
 
     def print(self) -> None:
@@ -164,7 +170,7 @@ class ConversionReport:
 
         console = Console()
         console.print(self.table())
-        console.print(self.summary(), highlight=False, markup=False)
+        console.print(self.summary(), highlight=False, markup=False, soft_wrap=True)
 
     def check(self, state: Any) -> None:
         """Check that there is exactly one record for each tensor of `state`, with its shape and dtype.

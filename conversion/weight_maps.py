@@ -155,7 +155,7 @@ def _attention_rules(prefix: str, facts: MapFacts) -> Iterator[Rule]:
 
 
 def _gdn_rules(prefix: str, facts: MapFacts) -> Iterator[Rule]:
-    for name in _with_bias(_ATTENTION, bias=False):
+    for name in _with_bias(_ATTENTION, facts.attention_bias):
         shared_head = name[0] in "kv" and facts.num_key_value_groups > 1
         yield Rule(prefix + name, prefix + name, "repeat_heads" if shared_head else "copy")
     for name in ("a_proj.weight", "b_proj.weight", *(["g_proj.weight"] if facts.gdn_use_gate else [])):

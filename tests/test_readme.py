@@ -1,8 +1,8 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Run the code of the README, and check that the commands it names exist.
 
-A python block runs unless the line before it is `<!-- not run: reason -->`; the blocks of a page run in one session, in
-order. Hub ids stand for tiny models of the same kind that are made here.
+A python block runs unless the line before it is `<!-- not run: reason -->`; the blocks of a page run in one session,
+in order. Hub ids stand for tiny models of the same kind that are made here.
 """
 
 import re

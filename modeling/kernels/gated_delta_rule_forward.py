@@ -67,6 +67,8 @@ class Problem(NamedTuple):
         """Return the segments of every group, in order. A group has all heads of some rows or some of one row."""
         rows, columns = max(1, self.pairs // heads), min(heads, self.pairs)
         firsts = list(enumerate(range(0, self.layout.num_chunks, self.chunks)))
+        if not firsts:
+            return []
         return [
             [
                 Segment(
@@ -329,8 +331,6 @@ def chunk_forward(
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     space, all_kept = Workspace(inputs.v, problem.dtype), []
     for segments in problem.groups(inputs.v.shape[0], inputs.v.shape[2]):
-        if not segments:
-            break
         group_initial, group_final = pairs_of(initial, segments[0]), pairs_of(final, segments[0])
         p, state = group_final.shape[1], None
         buffer = space.take("state", p, width, values)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from loopergy.modeling.kernels.chunk_layout import chunk_layout, document_boundaries
 from loopergy.modeling.kernels.gated_delta_rule_backward import chunk_backward
@@ -90,12 +89,12 @@ def chunk_gated_delta_rule(
     elif chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
     layout = chunk_layout(length, chunk_size, call.boundaries, q.device)
-    problem = _cut(Problem(layout, call.scale, use_qk_l2norm_in_kernel, call.dtype, 0, 0), call.inputs)
+    problem = Problem(layout, call.scale, use_qk_l2norm_in_kernel, call.dtype, 1, 1)
     with torch.autocast(q.device.type, enabled=False):
         if _is_traced():
             out, final = traced_gated_delta_rule(problem, call.inputs, call.state)
         else:
-            out, final = _ChunkGatedDeltaRule.apply(problem, *call.inputs, call.state)
+            out, final = _ChunkGatedDeltaRule.apply(_cut(problem, call.inputs), *call.inputs, call.state)
     return out, call.states_as_given(final) if output_final_state else None
 
 
@@ -247,7 +246,7 @@ def _is_traced() -> bool:
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """`chunk_forward` with `chunk_backward`."""
+    """`chunk_forward` with `chunk_backward`; the gradient of the gradient goes through the expression for tracers."""
 
     @staticmethod
     def forward(
@@ -266,10 +265,26 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *_differentiable_backward(ctx, Inputs(q, k, v, g, beta), initial, grad_out, grad_final)
         rooms = [Kept(*kept[i : i + 3]) for i in range(0, len(kept), 3)]
         with torch.autocast(v.device.type, enabled=False):
             grads = chunk_backward(ctx.problem, Inputs(q, k, v, g, beta), initial, rooms, grad_out, grad_final)
         return None, *grads[:5], grads.initial if initial is not None else None
+
+
+def _differentiable_backward(
+    ctx: Any, inputs: Inputs, initial: Tensor | None, grad_out: Tensor, grad_final: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients as functions that can be differentiated again, as `create_graph=True` asks for."""
+    tensors = [*inputs, initial]
+    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+    with torch.autocast(inputs.v.device.type, enabled=False):
+        outputs = traced_gated_delta_rule(ctx.problem, inputs, initial)
+    grads = torch.autograd.grad(
+        outputs, [tensors[i] for i in wanted], (grad_out, grad_final), create_graph=True, allow_unused=True
+    )
+    found = dict(zip(wanted, grads, strict=True))
+    return [found.get(i) for i in range(len(tensors))]

@@ -112,7 +112,7 @@ def gated_delta_rule(
         ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
     """
     arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
-    if v.device.type == "cuda" and not torch.compiler.is_exporting():
+    if v.device.type == "cuda" and v.shape[1] > 0 and not torch.compiler.is_exporting():
         return _on_cuda(*arguments)
     return _on_torch(*arguments)
 
@@ -174,8 +174,6 @@ def _kernels_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[_Kernels | None, str]
         return None, (
             f"flash-linear-attention takes keys up to {_WIDEST_KEY} wide, got {k.shape[3]}; use more, narrower heads"
         )
-    if v.shape[1] == 0:
-        return None, "there are no tokens"
     for kernel in (kernels.chunk, kernels.recurrent):
         if not _keeps_layout(
             kernel, tuple(kernels.layout), (k.shape[2], v.shape[2], k.shape[3], v.shape[3]), v.dtype, v.device
@@ -188,7 +186,7 @@ def _kernels_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[_Kernels | None, str]
 def _flash_linear_attention() -> tuple[_Kernels | None, str]:
     """Import flash-linear-attention's kernels and check that they name what we pass; return them and the reason."""
     if not is_flash_linear_attention_available():
-        return None, f"flash-linear-attention is not installed; {_INSTALL}"
+        return None, f"flash-linear-attention is not installed, or this torch sees no GPU; {_INSTALL}"
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunk
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as recurrent

@@ -30,11 +30,12 @@ class GatedDeltaNet(nn.Module):
 
     Parameters: q_proj, k_proj [HK, d], v_proj, g_proj [HV, d], a_proj, b_proj [H, d], o_proj [d, HV], A_log [H],
         dt_bias [H],
-    o_norm [V], and q/k/v_conv1d [C, 1, width]; about 6 d^2 at LT2's sizes.
+    o_norm [V], and q/k/v_conv1d [C, 1, width]; about 6 d^2 at LT2's sizes. With `attention_bias` (for converted models)
+    q, k, v and o have biases.
     Keeps H * K * V numbers in float32 per visit, plus `gdn_conv_size` columns of q, k, v, whatever the length.
 
     Args:
-        config: reads `hidden_size` and the `gdn_*` fields.
+        config: reads `hidden_size`, `attention_bias` and the `gdn_*` fields.
         layer_idx (`int`, *optional*): physical layer.
     """
 
@@ -48,13 +49,14 @@ class GatedDeltaNet(nn.Module):
         self.max_beta = 2.0 if config.gdn_allow_neg_eigval else 1.0
         width, key_width = config.hidden_size, self.num_heads * self.head_dim
         value_width = self.num_heads * self.value_head_dim
-        self.q_proj = nn.Linear(width, key_width, bias=False)
-        self.k_proj = nn.Linear(width, key_width, bias=False)
-        self.v_proj = nn.Linear(width, value_width, bias=False)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, key_width, bias=bias)
+        self.k_proj = nn.Linear(width, key_width, bias=bias)
+        self.v_proj = nn.Linear(width, value_width, bias=bias)
         self.a_proj = nn.Linear(width, self.num_heads, bias=False)
         self.b_proj = nn.Linear(width, self.num_heads, bias=False)
         self.g_proj = nn.Linear(width, value_width, bias=False) if config.gdn_use_gate else None
-        self.o_proj = nn.Linear(value_width, width, bias=False)
+        self.o_proj = nn.Linear(value_width, width, bias=bias)
         if self.conv_size:
             self.q_conv1d = _depthwise(key_width, self.conv_size)
             self.k_conv1d = _depthwise(key_width, self.conv_size)

@@ -20,17 +20,17 @@ def shake(model, seed: int = 0):
 
 @pytest.fixture
 def make_ouro():
-    def make(loops: int = 3, **fields) -> OuroForCausalLM:
+    def make(loops: int = 3, dtype: torch.dtype = torch.float32, **fields) -> OuroForCausalLM:
         torch.manual_seed(0)
         settings = {"initializer_range": 0.2, "total_ut_steps": loops, "num_hidden_layers": 3, **fields}
-        return shake(OuroForCausalLM(OuroConfig.from_preset("tiny", **settings)))
+        return shake(OuroForCausalLM._from_config(OuroConfig.from_preset("tiny", **settings), dtype=dtype))
 
     return make
 
 
 @pytest.fixture
 def make_llama():
-    def make(**fields) -> LlamaForCausalLM:
+    def make(dtype: torch.dtype = torch.float32, **fields) -> LlamaForCausalLM:
         torch.manual_seed(0)
         settings = {
             "vocab_size": 128,
@@ -44,7 +44,7 @@ def make_llama():
             "pad_token_id": 0,
             **fields,
         }
-        return shake(LlamaForCausalLM(LlamaConfig(**settings)))
+        return shake(LlamaForCausalLM._from_config(LlamaConfig(**settings), dtype=dtype))
 
     return make
 

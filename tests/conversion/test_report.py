@@ -86,8 +86,10 @@ def test_table_and_summary_name_tensors_layers_and_counts(make_ouro):
     console = Console(width=160, record=True, file=StringIO())
     console.print(report.table())
     text = console.export_text()
-    assert "model.layers.*.self_attn.A_log" in text
-    assert "0, 2-3" in text
+    row = next(line for line in text.splitlines() if "A_log" in line)
+    assert "0, 2-3" in row
+    assert "log of uniform(0, 16)" in row
+    assert all(record.name.removesuffix(".weight").split(".")[-1] in text for record in report.tensors)
     assert "full attention kept in 1: 1; gdn in the other 3" in report.summary()
     assert "4 layers x 3 loops" in report.summary()
 

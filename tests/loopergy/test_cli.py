@@ -66,6 +66,55 @@ def test_generate_gives_the_tokens_of_the_python_call(tiny_ouro, topics_tokenize
     assert text.strip() in done.output
 
 
+RECIPE = """
+teacher: {teacher}
+data: offline:prose
+dtype: float32
+align: {{target_tokens: 128, length: 32, per_device_train_batch_size: 2, use_cpu: true, learning_rate: 1e-3}}
+select: {{keep: 1, num_tokens: 64, length: 32}}
+distill: {{target_tokens: 64, length: 32, per_device_train_batch_size: 2, use_cpu: true}}
+evaluate: {{num_tokens: 64, length: 32}}
+"""
+
+
+def test_stages_run_one_by_one_and_a_recipe_runs_what_is_left(tiny_ouro, tmp_path):
+    recipe, folder = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(teacher=tiny_ouro))
+    early = run("distill", "-r", recipe, "-o", folder)
+    assert isinstance(early.exception, ValueError)
+    assert "'convert' is not done" in str(early.exception)
+    aligned = run("align", "-r", recipe, "-o", folder, "--set", "target_tokens=64")
+    assert aligned.exit_code == 0, aligned.output
+    assert (folder / "align" / "stage.json").is_file()
+    assert not (folder / "select").exists()
+    chosen = run("select", "-r", recipe, "-o", folder)
+    assert "kept layers [" in chosen.output
+    rest = run("run", recipe, "-o", folder, "--set", "align.target_tokens=64")
+    assert rest.exit_code == 0, rest.output
+    assert "distill" in rest.output
+    assert (folder / "report.html").is_file()
+
+
+def test_another_setting_of_a_finished_stage_is_refused(tiny_ouro, tmp_path):
+    flags = ["--teacher", tiny_ouro, "--data", "offline:prose", "-o", tmp_path]
+    pairs = ["target_tokens=32", "length=32", "per_device_train_batch_size=1", "use_cpu=true"]
+    options = [word for pair in pairs for word in ("--set", pair)]
+    assert run("align", *flags, *options).exit_code == 0
+    changed = run("align", *flags, *options, "--set", "learning_rate=1e-2")
+    assert "other settings" in str(changed.exception)
+
+
+@pytest.mark.parametrize(("stage", "field"), [("align", "target = "), ("select", "strategy = ")])
+def test_the_fields_of_a_stage_are_listed(stage, field):
+    listed = run(stage, "--fields", "-o", "unused").output
+    assert field in listed
+    assert ("TrainingArguments" in listed) == (stage != "select")
+
+
+def test_a_stage_without_a_teacher_is_refused(tmp_path):
+    assert "no teacher" in str(run("align", "-o", tmp_path).exception)
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("6", 6), ("0.25", 0.25), ("3,7", "3,7"), ("3,", "3,"), ("all", "all"), ("none", []), (" 2 ", 2)],
@@ -92,7 +141,7 @@ def test_a_setting_without_a_value_is_refused():
 
 
 def test_an_error_of_the_library_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
-    line = ["loopergy", "convert", str(tmp_path / "nothing-here"), "-o", str(tmp_path / "out")]
+    line = ["loopergy", "convert", str(tmp_path / "nothing-here"), "-k", "all", "-o", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(SystemExit) as stop:
         cli.main()

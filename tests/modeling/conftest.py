@@ -11,6 +11,7 @@ LT2_KINDS = {
     "gdn": {"layer_mixers": "gdn"},
     "gdn-without-conv": {"layer_mixers": "gdn", "gdn_use_short_conv": False},
     "gdn-negative": {"layer_mixers": "gdn", "gdn_allow_neg_eigval": True, "gdn_use_gate": False},
+    "gdn-biased": {"layer_mixers": "gdn,full", "attention_bias": True},
     "full": {"layer_mixers": "full", "num_key_value_heads": 2},
     "full-gated": {"layer_mixers": "full", "attn_output_gate": True},
     "window": {"layer_mixers": "window", "sliding_window": 4},

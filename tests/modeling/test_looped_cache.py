@@ -138,7 +138,7 @@ def test_left_padding_changes_nothing_even_for_one_row(any_model, make_ids):
 @torch.no_grad()
 def test_padding_anywhere_is_as_if_it_were_not_there(make_lt2, make_ids, mask):
     """Guards B1: also in the state that decoding continues from, convolution history included."""
-    model = make_lt2(layer_mixers="gdn,full")
+    model = make_lt2(layer_mixers="gdn,full", attention_bias=True)
     mask = torch.tensor([mask])
     real = mask[0].bool()
     ids, more = make_ids(1, 10), make_ids(1, 3, seed=2)

@@ -1,0 +1,180 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Data: nothing lost, documents kept apart, held-out documents never seen, any row can be the first after a resume."""
+
+import itertools
+import json
+import zlib
+
+import pytest
+import torch
+
+from loopergy.distill.data import (
+    LanguageModelCollator,
+    PackedDataset,
+    held_out_batches,
+    is_held_out,
+    load_documents,
+    offline_documents,
+)
+
+TEXTS = ["alpha beta", "gamma", "delta epsilon zeta", "eta", "theta iota kappa lambda", "mu nu"]
+
+
+def rows(data, count):
+    return list(itertools.islice(iter(data), count))
+
+
+def test_a_pass_gives_every_token_of_every_document_once_with_a_separator_after_each(byte_tokenizer):
+    data = PackedDataset(TEXTS, byte_tokenizer, 7, split="all", repeat=False)
+    tokens = torch.cat([row["input_ids"] for row in data]).tolist()
+    documents = sorted(byte_tokenizer.decode(tokens).split("<eos>")[:-1])
+    assert documents == sorted(TEXTS)
+    assert all(len(row["input_ids"]) == 7 for row in list(data)[:-1])
+
+
+def test_positions_restart_with_each_document_and_its_first_token_is_no_target(byte_tokenizer):
+    data = PackedDataset(["abc", "defg"], byte_tokenizer, 9, split="all", repeat=False)
+    row = next(iter(data))
+    first = 4 if row["input_ids"][3] == 1 else 5
+    assert row["position_ids"].tolist() == [*range(first), *range(9 - first)]
+    assert (row["labels"] == -100).nonzero().flatten().tolist() == [0, first]
+    contiguous = next(iter(PackedDataset(["abc", "defg"], byte_tokenizer, 9, split="all", documents="contiguous")))
+    assert "position_ids" not in contiguous
+    assert torch.equal(contiguous["labels"], contiguous["input_ids"])
+
+
+def test_documents_are_held_out_by_their_checksum_and_never_trained_on(byte_tokenizer):
+    texts = [f"document number {index}" for index in range(64)]
+    held = {text for text in texts if zlib.crc32(text.encode()) % 8 == 0}
+    assert 0 < len(held) < 32
+    assert held == {text for text in texts if is_held_out(text)}
+    train = PackedDataset(texts, byte_tokenizer, 16, repeat=False)
+    seen = byte_tokenizer.decode(torch.cat([row["input_ids"] for row in train]).tolist())
+    assert not any(text + "<eos>" in seen for text in held)
+    batches = held_out_batches(texts, byte_tokenizer, length=16, num_tokens=10_000)
+    text = byte_tokenizer.decode(torch.cat([batch["input_ids"].flatten() for batch in batches]).tolist())
+    assert {part for part in text.replace("<pad>", "").split("<eos>") if part} == held
+
+
+@pytest.mark.parametrize("done", [1, 5, 11, 23])
+def test_resuming_from_a_state_gives_the_rows_that_would_have_come(byte_tokenizer, done):
+    """Guards I7: across documents, passes and reshuffles."""
+    whole = rows(PackedDataset(TEXTS, byte_tokenizer, 7, split="all", seed=3), 30)
+    first = PackedDataset(TEXTS, byte_tokenizer, 7, split="all", seed=3)
+    rows(first, done + 4)
+    state = json.loads(json.dumps(first.state_dict(done)))
+    assert state["rows"] == done
+    second = PackedDataset(TEXTS, byte_tokenizer, 7, split="all", seed=3)
+    second.load_state_dict(state)
+    for row, expected in zip(rows(second, 30 - done), whole[done:], strict=True):
+        assert torch.equal(row["input_ids"], expected["input_ids"])
+    assert second.state_dict()["rows"] == 30
+
+
+def test_the_state_of_a_row_that_was_not_given_out_is_an_error(byte_tokenizer):
+    data = PackedDataset(TEXTS, byte_tokenizer, 7, split="all")
+    rows(data, 2)
+    with pytest.raises(ValueError, match="row 9"):
+        data.state_dict(9)
+
+
+def test_passes_have_different_orders_and_a_seed_repeats_them(byte_tokenizer):
+    def text(seed):
+        return torch.cat(
+            [r["input_ids"] for r in rows(PackedDataset(TEXTS, byte_tokenizer, 7, split="all", seed=seed), 40)]
+        )
+
+    assert torch.equal(text(0), text(0))
+    assert not torch.equal(text(0), text(1))
+    length = sum(len(t) + 1 for t in TEXTS)
+    assert not torch.equal(text(0)[:length], text(0)[length : 2 * length])
+
+
+def test_workers_share_the_documents_without_overlap(byte_tokenizer):
+    data = PackedDataset(TEXTS, byte_tokenizer, 7, split="all", repeat=False)
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2)
+    tokens = torch.cat([row["input_ids"] for row in loader]).tolist()
+    assert sorted(tokens) == sorted(torch.cat([row["input_ids"] for row in data]).tolist())
+
+
+def test_end_of_sequence_keeps_its_label_when_it_is_also_the_pad():
+    """Guards I8."""
+    eos = 2
+    batch = LanguageModelCollator(eos)([{"input_ids": [5, 6, eos]}, {"input_ids": [7, eos, 8, 9, eos]}])
+    assert batch["labels"].tolist() == [[5, 6, eos, -100, -100], [7, eos, 8, 9, eos]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    left = LanguageModelCollator(eos)([{"input_ids": [eos, eos, 5, eos], "attention_mask": [0, 0, 1, 1]}])
+    assert left["labels"].tolist() == [[-100, -100, 5, eos]]
+
+
+def test_pads_of_packed_rows_are_a_document_of_their_own():
+    items = [
+        {"input_ids": [5, 6, 7], "position_ids": [0, 1, 0], "labels": [-100, 6, -100]},
+        {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 2, 3]},
+    ]
+    batch = LanguageModelCollator(0)(items)
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, -100], [5, 6, 7, 8]]
+    assert "attention_mask" not in batch
+
+
+def test_the_offline_corpus_is_there_in_a_fixed_order_and_has_both_sides_of_the_split():
+    prose = offline_documents("prose")
+    assert len(prose) >= 70
+    assert sum(map(len, prose)) > 400_000
+    assert prose == offline_documents("prose")
+    assert 3 <= sum(map(is_held_out, prose)) <= len(prose) // 3
+    assert len(offline_documents()) > len(prose) + 100
+
+
+def test_files_folders_and_chats_are_read(tmp_path, topics_tokenizer):
+    (tmp_path / "b.txt").write_text("plain text")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.jsonl").write_text(
+        '{"text": "one"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+        '{"conversations": [{"from": "human", "value": "ho"}]}\n'
+    )
+    assert load_documents(tmp_path / "b.txt") == ["plain text"]
+    chat = "<|im_start|>user\n{}<|im_end|>\n"
+    expected = ["plain text", "one", chat.format("hi"), chat.format("ho")]
+    assert load_documents(tmp_path, topics_tokenizer) == expected
+    with pytest.raises(ValueError, match=r"a.jsonl, line 3.*chat template"):
+        load_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [("/no/such/folder", FileNotFoundError, "neither"), ("offline:poems", ValueError, "offline:prose")],
+)
+def test_a_source_that_is_not_there_says_what_is_allowed(source, error, message):
+    with pytest.raises(error, match=message):
+        load_documents(source)
+
+
+def test_streamed_data_sets_are_read_and_resumed_without_tokenising_what_was_read(byte_tokenizer, monkeypatch):
+    import datasets
+
+    streamed = datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: streamed)
+    data = PackedDataset("owner/name", byte_tokenizer, 7, split="all")
+    whole = rows(data, 20)
+    state = data.state_dict(8)
+    again = PackedDataset("owner/name", byte_tokenizer, 7, split="all")
+    again.load_state_dict(state)
+    for row, expected in zip(rows(again, 12), whole[8:], strict=True):
+        assert torch.equal(row["input_ids"], expected["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"length": 1}, "at least 2"), ({"documents": "mixed"}, "contiguous"), ({"split": "test"}, "held_out")],
+)
+def test_options_that_cannot_be_are_refused(byte_tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        PackedDataset(TEXTS, byte_tokenizer, **{"length": 8, "split": "all", **options})
+
+
+def test_a_split_without_documents_is_an_error(byte_tokenizer):
+    kept = [text for text in TEXTS if not is_held_out(text)]
+    with pytest.raises(ValueError, match="no document in the split 'held_out'"):
+        PackedDataset(kept, byte_tokenizer, 8, split="held_out")

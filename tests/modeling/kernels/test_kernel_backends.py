@@ -1,0 +1,230 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+import sys
+import types
+
+import pytest
+import torch
+
+from loopergy.modeling.kernels import (
+    chunk_gated_delta_rule,
+    gated_delta_rule,
+    kernel_backend,
+    kernel_backends,
+    recurrent_gated_delta_rule,
+)
+
+
+def draw(length=5, width=8, values=8, dtype=torch.float32, batch=1):
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, length, 2, width),
+        torch.randn(batch, length, 2, width),
+        torch.randn(batch, length, 2, values),
+    )
+    gates = -torch.rand(batch, length, 2), torch.rand(batch, length, 2)
+    return dict(zip(("q", "k", "v", "g", "beta"), (x.to(dtype) for x in (q, k, v, *gates)), strict=True))
+
+
+def good_kernel(calls):
+    def kernel(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+        state_v_first=False, cu_seqlens=None, **kwargs,
+    ):  # fmt: skip
+        assert not kwargs
+        calls.append({"state_v_first": state_v_first, "g": g, "length": v.shape[1]})
+        return recurrent_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        )
+
+    return kernel
+
+
+def transposing_kernel(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, state_v_first=False, **kwargs,
+):  # fmt: skip
+    """Take the flag that asks for [K, V] and ignore it."""
+    state = None if initial_state is None else initial_state.mT
+    out, state = recurrent_gated_delta_rule(
+        q, k, v, g, beta, scale, state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    )
+    return out, None if state is None else state.mT.contiguous()
+
+
+def shape_swapping_kernel(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, state_v_first=False, **kwargs,
+):  # fmt: skip
+    out, state = recurrent_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    )
+    return out, None if state is None else state.mT
+
+
+def swallowing_kernel(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, **kwargs):
+    return recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state)
+
+
+def install(monkeypatch, chunk, recurrent):
+    """Put a stand-in in the place of flash-linear-attention, as if there were a GPU."""
+    ops = types.ModuleType("fla.ops.gated_delta_rule")
+    ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule = chunk, recurrent
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", ops)
+    monkeypatch.setattr(kernel_backends, "is_flash_linear_attention_available", lambda: True)
+
+
+@pytest.fixture(autouse=True)
+def warnings_given(monkeypatch):
+    """Forget what was found out about flash-linear-attention before and after a test; collect warnings."""
+    given = []
+    monkeypatch.setattr(kernel_backends.logger, "warning_once", given.append)
+    for found in (kernel_backends._flash_linear_attention, kernel_backends._keeps_layout):
+        found.cache_clear()
+    yield given
+    for found in (kernel_backends._flash_linear_attention, kernel_backends._keeps_layout):
+        found.cache_clear()
+
+
+def run_as_on_cuda(q, k, v, g, beta, scale=None, state=None, final=True, normalize=True, cu_seqlens=None):
+    return kernel_backends._on_cuda(q, k, v, g, beta, scale, state, final, normalize, cu_seqlens)
+
+
+def same(left, right, tolerance=1e-5):
+    return all(torch.allclose(x, y, atol=tolerance) for x, y in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 40])
+def test_cpu_tensors_run_on_the_torch_kernels(length, warnings_given):
+    inputs = draw(length)
+    actual = gated_delta_rule(**inputs, output_final_state=True)
+    assert same(actual, chunk_gated_delta_rule(**inputs, output_final_state=True))
+    assert warnings_given == []
+    backend = kernel_backend("cpu")
+    assert (backend.name, str(backend)[:7]) == ("torch", "torch (")
+    assert "cpu" in backend.reason
+
+
+def test_single_tokens_take_the_step_form_only_where_no_gradient_is_needed(monkeypatch):
+    """Guards A15: a lone token without a state works, too."""
+    taken = []
+    for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+        rule = getattr(kernel_backends, name)
+        monkeypatch.setattr(kernel_backends, name, lambda *a, name=name, rule=rule: taken.append(name) or rule(*a))
+    inputs = draw(1)
+    gated_delta_rule(**inputs)
+    inputs["k"].requires_grad_()
+    gated_delta_rule(**inputs)
+    with torch.no_grad():
+        gated_delta_rule(**inputs)
+    assert taken == ["recurrent_gated_delta_rule", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
+
+
+def test_matching_kernels_are_used_and_asked_for_the_documented_layout(monkeypatch, warnings_given):
+    """Guards F9."""
+    chunks, steps = [], []
+    install(monkeypatch, good_kernel(chunks), good_kernel(steps))
+    inputs = draw(70)
+    inputs["g"][0, 3] = -torch.inf
+    state = torch.randn(1, 2, 8, 8)
+    actual = run_as_on_cuda(**inputs, state=state)
+    expected = chunk_gated_delta_rule(
+        **inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    assert same(actual, expected)
+    assert chunks[-1]["length"] == 70
+    assert chunks[-1]["state_v_first"] is False
+    assert chunks[-1]["g"].min() >= -50
+    run_as_on_cuda(**draw(3))
+    assert steps[-1]["length"] == 3
+    run_as_on_cuda(**{**draw(3), "v": torch.randn(1, 3, 2, 8, requires_grad=True)})
+    assert chunks[-1]["length"] == 3
+    assert kernel_backend("cuda").name == "flash-linear-attention"
+    assert warnings_given == []
+
+
+@pytest.mark.parametrize("values", [8, 16])
+def test_a_kernel_that_ignores_the_layout_flag_is_found_out(values, monkeypatch, warnings_given):
+    """Guards F9: with K = V the shape alone would not tell."""
+    install(monkeypatch, good_kernel([]), transposing_kernel if values == 8 else shape_swapping_kernel)
+    inputs = draw(5, values=values)
+    actual = run_as_on_cuda(**inputs)
+    assert same(actual, chunk_gated_delta_rule(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True))
+    assert len(warnings_given) == 1
+    assert "[K, V]" in warnings_given[0]
+    assert "pip install" in warnings_given[0]
+
+
+@pytest.mark.parametrize("which", ["chunk", "recurrent"])
+def test_a_kernel_without_a_named_argument_is_refused(which, monkeypatch, warnings_given):
+    """Guards F9: `**kwargs` would swallow what it does not know."""
+    good = good_kernel([])
+    install(monkeypatch, *((swallowing_kernel, good) if which == "chunk" else (good, swallowing_kernel)))
+    backend = kernel_backend("cuda")
+    assert backend.name == "torch"
+    assert "use_qk_l2norm_in_kernel, cu_seqlens in swallowing_kernel" in backend.reason
+    run_as_on_cuda(**draw())
+    assert "pip install" in warnings_given[0]
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, warnings_given):
+    """Guards F10."""
+    monkeypatch.setattr(kernel_backends, "is_flash_linear_attention_available", lambda: False)
+    inputs = draw()
+    actual = run_as_on_cuda(**inputs)
+    assert same(actual, chunk_gated_delta_rule(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True))
+    assert 'pip install "flash-linear-attention[cuda]' in warnings_given[0]
+    assert kernel_backend("cuda").name == "torch"
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
+    """Guards F10: without triton the import fails."""
+    install(monkeypatch, None, None)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    assert "cannot be imported" in kernel_backend("cuda").reason
+
+
+@pytest.mark.parametrize(
+    ("inputs", "obstacle"),
+    [
+        (draw(dtype=torch.float64), "float64"),
+        (draw(width=257), "256 wide, got 257"),
+        ({**draw(), "q": draw()["q"].bfloat16()}, "one type"),
+        (draw(0), "no tokens"),
+    ],
+    ids=["float64", "wide keys", "mixed types", "empty"],
+)
+def test_inputs_the_package_cannot_take_run_on_the_torch_kernels(inputs, obstacle, monkeypatch, warnings_given):
+    """Guards F11."""
+    calls = []
+    install(monkeypatch, good_kernel(calls), good_kernel(calls))
+    actual = run_as_on_cuda(**inputs)
+    assert same(actual, chunk_gated_delta_rule(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True))
+    assert calls == []
+    assert obstacle in warnings_given[0]
+
+
+def test_packed_documents_reach_the_kernel(monkeypatch):
+    """Guards C3."""
+    install(monkeypatch, good_kernel([]), good_kernel([]))
+    inputs, edges = draw(12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    actual = run_as_on_cuda(**inputs, cu_seqlens=edges)
+    expected = chunk_gated_delta_rule(
+        **inputs, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=edges
+    )
+    assert same(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 33, 130])
+def test_cuda_kernels_equal_the_torch_kernels(length):
+    """Guards F10 and F1 on the device that is there."""
+    inputs = {name: x.cuda() for name, x in draw(length, 64, 32, torch.bfloat16).items()}
+    state = torch.randn(1, 2, 64, 32, device="cuda")
+    actual = gated_delta_rule(**inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    expected = chunk_gated_delta_rule(
+        **inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    for x, y in zip(actual, expected, strict=True):
+        assert (x.float() - y.float()).norm() < 2e-2 * y.float().norm()

@@ -74,7 +74,9 @@ def read_inputs(
     shape = inputs_embeds.shape[:2]
     two_d = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
     real = attention_mask[:, -shape[1] :] if two_d else None
-    documents = find_documents(shape, position_ids, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
+    # Ready masks come from `generate`, whose positions restart at padding only.
+    marks = None if isinstance(attention_mask, dict) else position_ids
+    documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
     cache = open_cache(config, cache, use_cache, num_loops, plan, packed=documents is not None)
     if position_ids is None:
         past = past_length(cache, plan)

@@ -213,7 +213,9 @@ class LT2Model(LT2PreTrainedModel):
                 hidden_states = layer(hidden_states, cache=inputs.cache, slot=slot, **visit)
             if self.loop_residual is not None:
                 row = min(loop, len(self.loop_residual) - 1)
-                hidden_states = hidden_states + self.loop_residual[row] * loop_input
+                # The loop began on the first layer's device; a device map may end it on another.
+                back = self.loop_residual[row] * loop_input
+                hidden_states = hidden_states + back.to(hidden_states.device)
             if self.config.norm_between_loops:
                 hidden_states = self.norm(hidden_states)
             if output_loop_hidden_states:

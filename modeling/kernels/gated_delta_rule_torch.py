@@ -148,8 +148,10 @@ def recurrent_gated_delta_rule(
         for document, (start, stop) in enumerate(pairwise(call.boundaries or [0, v.shape[1]])):
             state = None if call.state is None else call.state[document]
             for t in range(start, stop):
-                token = (x[:, t] for x in (pair, values, decay, strength[..., None], overlap))
-                output, state = _step(*token, state, write=output_final_state or t + 1 < stop)
+                write = output_final_state or t + 1 < stop
+                output, state = _step(
+                    pair[:, t], values[:, t], decay[:, t], strength[:, t, :, None], overlap[:, t], state, write
+                )
                 outputs.append(output)
             finals.append(
                 state if state is not None else values.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])

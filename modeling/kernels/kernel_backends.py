@@ -9,7 +9,7 @@ says why and what to install.
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -128,8 +128,7 @@ def _on_torch(
     return (recurrent_gated_delta_rule if one_step else chunk_gated_delta_rule)(q, k, v, g, beta, scale, state, *rest)
 
 
-@torch.compiler.disable
-def _on_cuda(
+def _run_on_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -162,6 +161,10 @@ def _on_cuda(
     )
 
 
+# Compilers cannot look into Triton launches; they step out here and come back after.
+_on_cuda = cast(Kernel, torch.compiler.disable(_run_on_cuda))
+
+
 def _kernels_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[_Kernels | None, str]:
     """Return flash-linear-attention's kernels if they can take these tensors, and what stands in the way if not."""
     kernels, reason = _flash_linear_attention()
@@ -192,8 +195,9 @@ def _flash_linear_attention() -> tuple[_Kernels | None, str]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as recurrent
     except (ImportError, RuntimeError) as error:
         return None, f"flash-linear-attention cannot be imported ({error}); {_INSTALL}"
-    layout = {}
-    for kernel in (chunk, recurrent):
+    kernels: tuple[Any, Any] = (chunk, recurrent)
+    layout: dict[str, bool] = {}
+    for kernel in kernels:
         named = inspect.signature(kernel).parameters
         missing = [name for name in _ARGUMENTS if name not in named]
         layout = {name: False for name in _LAYOUT_ARGUMENTS if name in named}
@@ -203,7 +207,7 @@ def _flash_linear_attention() -> tuple[_Kernels | None, str]:
                 None,
                 f"the installed flash-linear-attention has no argument {lacking} in {kernel.__name__}; {_INSTALL}",
             )
-    return _Kernels(chunk, recurrent, layout), "CUDA, and flash-linear-attention is installed"
+    return _Kernels(*kernels, layout), "CUDA, and flash-linear-attention is installed"
 
 
 @lru_cache

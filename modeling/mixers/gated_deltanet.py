@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
 
 from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import gated_delta_rule
@@ -29,9 +30,8 @@ class GatedDeltaNet(nn.Module):
     \(g = -e^{A} \mathrm{softplus}(W_a x + b)\); \(y = W_o\,[\mathrm{RMSNorm}(o) \odot \mathrm{SiLU}(W_g x)]\).
 
     Parameters: q_proj, k_proj [HK, d], v_proj, g_proj [HV, d], a_proj, b_proj [H, d], o_proj [d, HV], A_log [H],
-        dt_bias [H],
-    o_norm [V], and q/k/v_conv1d [C, 1, width]; about 6 d^2 at LT2's sizes. With `attention_bias` (for converted models)
-    q, k, v and o have biases.
+    dt_bias [H], o_norm [V], and q/k/v_conv1d [C, 1, width]; about 6 d^2 at LT2's sizes. With `attention_bias` (for
+    converted models) q, k, v and o have biases.
     Keeps H * K * V numbers in float32 per visit, plus `gdn_conv_size` columns of q, k, v, whatever the length.
 
     Args:
@@ -149,6 +149,7 @@ class GatedDeltaNet(nn.Module):
             g, beta = g.masked_fill(~real[..., None], 0), beta.masked_fill(~real[..., None], 0)
         return g, beta
 
+    @force_accelerate_hooks(["q_conv1d", "k_conv1d", "v_conv1d"])
     def _convolve(self, qkv, real, cache, slot, cu_seqlens) -> torch.Tensor:
         """Convolve (B, S, channels) and apply SiLU, continuing from the cached columns and updating them."""
         weight = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)

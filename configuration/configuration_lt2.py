@@ -174,7 +174,7 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
             self.gdn_num_heads = self.num_attention_heads
         self.layer_mixers = parse_layer_mixers(self.layer_mixers, self.num_hidden_layers)
         if self.gdn_head_dim is None:
-            self.gdn_head_dim = self._default_gdn_head_dim()
+            self.gdn_head_dim = self._default_gdn_head_dim(self.gdn_num_heads)
         if self.norm_cast is None:
             self.norm_cast = "before_weight" if self.block_style == "sandwich" else "after_weight"
         if self.num_trained_loops is None:
@@ -193,25 +193,25 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
             raise ValueError(f"Unknown preset {name!r} for LT2Config. Known presets: {', '.join(LT2_PRESETS)}.")
         return cls(**{**LT2_PRESETS[name], **overrides})
 
-    def _default_gdn_head_dim(self) -> int:
-        head_dim, rest = divmod(3 * self.hidden_size, 4 * self.gdn_num_heads)
+    def _default_gdn_head_dim(self, heads: int) -> int:
+        head_dim, rest = divmod(3 * self.hidden_size, 4 * heads)
         if rest and "gdn" in self.layer_mixers:
             raise ValueError(
                 f"gdn_head_dim is not given and 0.75 * hidden_size / gdn_num_heads = 0.75 * {self.hidden_size} / "
-                f"{self.gdn_num_heads} is no whole number: pass gdn_head_dim."
+                f"{heads} is no whole number: pass gdn_head_dim."
             )
         return head_dim
 
     @property
     def gdn_value_head_dim(self) -> int:
         """Width of one value head of Gated DeltaNet."""
-        return int(self.gdn_head_dim * self.gdn_expand_v)
+        return int((self.gdn_head_dim or 0) * self.gdn_expand_v)
 
     def window(self, loop: int, layer: int) -> int | None:
         """Return the attention window in tokens of one visit, `None` without one."""
         if self.loop_windows is not None:
             entry = self.loop_windows[min(loop, len(self.loop_windows) - 1)]
-            return entry[layer] if isinstance(entry, list) else entry
+            return entry[layer] if isinstance(entry, list) else entry  # pyright: ignore[reportReturnType]
         return self.sliding_window if self.layer_mixers[layer] == "window" else None
 
     def visit(self, loop: int, layer: int) -> tuple[str, int | None]:
@@ -221,7 +221,7 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
         window = self.window(loop, layer)
         return (FULL, None) if window is None else (SLIDING, window)
 
-    def validate_architecture(self):
+    def validate_architecture(self) -> None:
         """Check fields against each other; each error names the field, its value and what is allowed."""
         choices = {
             "block_style": ("pre", "sandwich"),
@@ -237,13 +237,13 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
         if "gdn" in mixers:
             self._validate_gdn()
 
-    def _validate_attention(self):
-        if self.num_attention_heads % self.num_key_value_heads:
+    def _validate_attention(self) -> None:
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
                 f"{self.num_attention_heads}."
             )
-        if self.head_dim % 2:
+        if (self.head_dim or 0) % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
         windowed = self.loop_windows is not None or "window" in self.layer_mixers
         if self.kv_sharing == "last" and windowed:
@@ -252,12 +252,11 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
                 "rewritten by the next loop. Drop the windows or use kv_sharing='none'."
             )
 
-    def _validate_gdn(self):
-        if self.gdn_num_heads < 1 or self.gdn_head_dim < 1:
-            raise ValueError(
-                f"gdn_num_heads={self.gdn_num_heads} and gdn_head_dim={self.gdn_head_dim} must be at least 1."
-            )
-        if self.gdn_value_head_dim != self.gdn_head_dim * self.gdn_expand_v or self.gdn_value_head_dim < 1:
+    def _validate_gdn(self) -> None:
+        heads, head_dim = self.gdn_num_heads or 0, self.gdn_head_dim or 0
+        if heads < 1 or head_dim < 1:
+            raise ValueError(f"gdn_num_heads={heads} and gdn_head_dim={head_dim} must be at least 1.")
+        if self.gdn_value_head_dim != head_dim * self.gdn_expand_v or self.gdn_value_head_dim < 1:
             raise ValueError(
                 f"gdn_expand_v={self.gdn_expand_v} times gdn_head_dim={self.gdn_head_dim} must be a whole number of "
                 "at least 1: it is the width of a value head."

@@ -7,7 +7,7 @@ Paper: Scaling Latent Reasoning via Looped Language Models, arXiv 2510.25741.
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
@@ -33,7 +33,7 @@ OURO_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def repair_special_tokens(holder) -> bool:
+def repair_special_tokens(holder: PreTrainedConfig | GenerationConfig) -> bool:
     """Put the token ids of the chat format where the published files have 0 for all three.
 
     `ByteDance/Ouro-*` ships bos = eos = pad = 0, so that generation never stops at `<|im_end|>` and a collator that
@@ -153,7 +153,7 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
         return cls(**{**OURO_PRESETS[name], **overrides})
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Read a `config.json`; the shipped token ids 0/0/0 are repaired (see [`repair_special_tokens`])."""
         loaded = super().from_dict(config_dict, **kwargs)
         repair_special_tokens(loaded[0] if isinstance(loaded, tuple) else loaded)
@@ -172,18 +172,19 @@ class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
         """Every visit keeps the keys and values of all tokens."""
         return FULL, None
 
-    def validate_architecture(self):
+    def validate_architecture(self) -> None:
         """Check fields against each other; each error names the field, its value and what is allowed."""
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
                 f"{self.num_attention_heads}."
             )
-        if self.head_dim % 2:
+        if (self.head_dim or 0) % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
-        if self.use_sliding_window or any(layer_type != FULL for layer_type in self.layer_types):
+        kinds = sorted(set(self.layer_types or ()))
+        if self.use_sliding_window or kinds != [FULL]:
             raise ValueError(
-                f"use_sliding_window={self.use_sliding_window}, layer_types={sorted(set(self.layer_types))}: Ouro has "
+                f"use_sliding_window={self.use_sliding_window}, layer_types={kinds}: Ouro has "
                 'full attention in every layer. For windows use LT2Config(layer_mixers="window", ...).'
             )
         if self.training_loss not in ("mixture", "last_loop"):

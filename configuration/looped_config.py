@@ -7,7 +7,9 @@ A looped model applies N physical layers T times. `config.json` holds N and T as
 
 import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -34,12 +36,22 @@ class SlotPlan:
     windows: list[int | None]
 
 
-class LoopedConfigMixin:
+class LoopedConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):
     """Add loops to a `PreTrainedConfig`: slot plan, decoder view, and care when the loop count changes.
 
     A class that uses it has `num_hidden_layers` (N), `num_loops` (T) and `kv_sharing`, and says by `visit(loop,
     layer)` what the mixer of one visit keeps between tokens.
     """
+
+    num_hidden_layers: int
+    num_loops: int
+    kv_sharing: str
+    attribute_map: ClassVar[dict[str, str]]
+
+    @property
+    def total_num_hidden_layers(self) -> int:
+        """Visits in all, T * N: the number of hidden states and of attention maps that are recorded."""
+        return self.num_hidden_layers * self.num_loops
 
     def visit(self, loop: int, layer: int) -> tuple[str, int | None]:
         """Return (cache layer type, window in tokens or `None`) of the given loop and physical layer."""
@@ -69,7 +81,7 @@ class LoopedConfigMixin:
             table.append(row)
         return SlotPlan(table, types, windows)
 
-    def decoder_view(self, num_loops: int | None = None):
+    def decoder_view(self, num_loops: int | None = None) -> "LoopedConfigMixin":
         """Return a shallow copy of the config that describes the cache: one "layer" per slot.
 
         transformers' cache classes read `num_hidden_layers`, `layer_types` and the windows from it; nothing else does.
@@ -92,13 +104,13 @@ class LoopedConfigMixin:
             }
         return view
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None):
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """Return the decoder view where a cache is being sized (`decoder=True`), the config itself otherwise."""
         if not decoder or self.__dict__.get("_is_decoder_view") or not self.__dict__.get("_post_init_done"):
             return super().get_text_config(decoder=decoder, encoder=encoder)
         return self.decoder_view()
 
-    def __setattr__(self, key, value):
+    def __setattr__(self, key: str, value: Any) -> None:
         if key in self.attribute_map:
             # Set again under the field's own name, so that the field's checks see it.
             setattr(self, self.attribute_map[key], value)
@@ -117,7 +129,7 @@ def warn_beyond_trained(num_loops: int, trained: int) -> None:
         )
 
 
-def resolve_num_loops(config, num_loops: int | None) -> int:
+def resolve_num_loops(config: LoopedConfigMixin, num_loops: int | None) -> int:
     """Check a loop count given at call time; `None` means the config's.
 
     Raises:

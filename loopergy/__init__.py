@@ -1,2 +1,117 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Looped language models as ordinary transformers models."""
+"""Looped language models as ordinary transformers models.
+
+Importing this package registers its model types with transformers' Auto classes, and that is all that happens then.
+Conversion and distillation load on first use.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from loopergy.configuration.configuration_lt2 import LT2Config
+from loopergy.configuration.configuration_ouro import OuroConfig
+from loopergy.modeling.kernels.kernel_backends import kernel_backend
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM, LT2ForSequenceClassification, LT2Model, LT2PreTrainedModel
+from loopergy.modeling.modeling_ouro import (
+    OuroForCausalLM,
+    OuroForSequenceClassification,
+    OuroModel,
+    OuroPreTrainedModel,
+)
+
+if TYPE_CHECKING:
+    from loopergy.conversion.convert import Conversion, convert, restore_layers
+    from loopergy.conversion.report import ConversionReport
+    from loopergy.distill.align import AlignConfig, AlignTrainer
+    from loopergy.distill.distill import DistillConfig, DistillTrainer
+    from loopergy.distill.extend import ExtendConfig, ExtendTrainer
+    from loopergy.distill.select import Selection, select_layers
+
+__version__ = version("loopergy")
+
+logger = logging.get_logger(__name__)
+
+# One row a family: config, base model, causal language model, sequence classifier.
+_FAMILIES = (
+    (OuroConfig, OuroModel, OuroForCausalLM, OuroForSequenceClassification),
+    (LT2Config, LT2Model, LT2ForCausalLM, LT2ForSequenceClassification),
+)
+
+# Public names of the rooms that load on first use, by the file that has them.
+_LAZY = {
+    "loopergy.conversion.convert": ("Conversion", "convert", "restore_layers"),
+    "loopergy.conversion.report": ("ConversionReport",),
+    "loopergy.distill.align": ("AlignConfig", "AlignTrainer"),
+    "loopergy.distill.distill": ("DistillConfig", "DistillTrainer"),
+    "loopergy.distill.extend": ("ExtendConfig", "ExtendTrainer"),
+    "loopergy.distill.select": ("Selection", "select_layers"),
+}
+_FILE_OF = {name: file for file, names in _LAZY.items() for name in names}
+
+__all__ = [
+    "AlignConfig",
+    "AlignTrainer",
+    "Conversion",
+    "ConversionReport",
+    "DistillConfig",
+    "DistillTrainer",
+    "ExtendConfig",
+    "ExtendTrainer",
+    "LT2Config",
+    "LT2ForCausalLM",
+    "LT2ForSequenceClassification",
+    "LT2Model",
+    "LT2PreTrainedModel",
+    "OuroConfig",
+    "OuroForCausalLM",
+    "OuroForSequenceClassification",
+    "OuroModel",
+    "OuroPreTrainedModel",
+    "Selection",
+    "__version__",
+    "convert",
+    "kernel_backend",
+    "register",
+    "restore_layers",
+    "select_layers",
+]
+
+
+def register() -> None:
+    """Make the Auto classes return our classes for our model types; importing loopergy has done it already.
+
+    Calling it again is harmless, and of use when another package has registered one of the model types after loopergy
+    was imported: ours win again, and the log says which class was replaced.
+    """
+    for config, base, causal, classifier in _FAMILIES:
+        # The mapping loads lazily: `get` of the dict below it finds nothing.
+        known = CONFIG_MAPPING[config.model_type] if config.model_type in CONFIG_MAPPING else config  # noqa: SIM401
+        if known is not config:
+            logger.warning(
+                f"The model type {config.model_type!r} was registered as {known.__module__}.{known.__name__}; "
+                f"loopergy's {config.__name__} takes its place in this process."
+            )
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModel.register(config, base, exist_ok=True)
+        AutoModelForCausalLM.register(config, causal, exist_ok=True)
+        AutoModelForSequenceClassification.register(config, classifier, exist_ok=True)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module 'loopergy' has no attribute {name!r}")
+    value = getattr(import_module(_FILE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register()

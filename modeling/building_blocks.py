@@ -4,6 +4,8 @@
 They compute in float32 at least and in float64 when the model is float64, which transformers' Llama parts do not.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -46,7 +48,14 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):
-    """Tabulate cos and sin of the rotary angles, for all RoPE types of transformers."""
+    """Tabulate cos and sin of the rotary angles, for all RoPE types of transformers.
+
+    Args:
+        config: reads `rope_parameters`, `head_dim` and `max_position_embeddings`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
 
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +75,7 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
 class GatedMLP(nn.Module):
     r"""Feed forward: \(W_\mathrm{down}(\phi(W_\mathrm{gate} x) \odot W_\mathrm{up} x)\)."""
 
-    def __init__(self, config, bias: bool = False):
+    def __init__(self, config: Any, bias: bool = False):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)

@@ -7,6 +7,8 @@ mixer. Everything else (windows, static, offloaded and quantised caches, beams) 
 """
 
 import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import (
@@ -20,7 +22,14 @@ from transformers.cache_utils import (
 )
 from transformers.generation import GenerationMixin
 
-from loopergy.configuration.looped_config import COUNTED_RECURRENT, FULL, RECURRENT, SlotPlan, resolve_num_loops
+from loopergy.configuration.looped_config import (
+    COUNTED_RECURRENT,
+    FULL,
+    RECURRENT,
+    LoopedConfigMixin,
+    SlotPlan,
+    resolve_num_loops,
+)
 
 
 class GrowingLayer(DynamicLayer):
@@ -38,7 +47,9 @@ class GrowingLayer(DynamicLayer):
         super().__init__(**kwargs)
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `key_states` and `value_states` of shape [batch, heads, new, dim]; return all keys and values."""
         if torch.compiler.is_compiling() or key_states.requires_grad or value_states.requires_grad:
             self._buffers = None
@@ -47,23 +58,24 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if not self._has_room(end):
+        buffers = self._buffers
+        if buffers is None or not self._has_room(end):
             capacity = end if start == 0 else end + int(self.headroom * end) + 64
-            self._buffers = (
+            buffers = (
                 _moved(self.keys, key_states, start, capacity),
                 _moved(self.values, value_states, start, capacity),
             )
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            self._buffers = buffers
+        for buffer, new in zip(buffers, (key_states, value_states), strict=True):
             buffer[..., start:end, :].copy_(new)
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+        self.keys, self.values = buffers[0][..., :end, :], buffers[1][..., :end, :]
         return self.keys, self.values
 
     def _has_room(self, end: int) -> bool:
         """Whether `keys` and `values` still are the front of the buffers, and `end` tokens fit."""
-        if self._buffers is None:
-            return False
-        return all(
-            buffer.shape[-2] >= end
+        return self._buffers is not None and all(
+            tensor is not None
+            and buffer.shape[-2] >= end
             and tensor.data_ptr() == buffer.data_ptr()
             and tensor.shape[:2] == buffer.shape[:2]
             and buffer.is_inference() == torch.is_inference_mode_enabled()
@@ -76,9 +88,9 @@ class GrowingLayer(DynamicLayer):
         super().reset()
 
 
-def _moved(past: torch.Tensor, new: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+def _moved(past: torch.Tensor | None, new: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
     buffer = new.new_empty((*new.shape[:2], capacity, new.shape[-1]))
-    if length:
+    if past is not None and length:
         buffer[..., :length, :].copy_(past)
     return buffer
 
@@ -90,9 +102,11 @@ class RecurrentLayer(LinearAttentionLayer):
     repeated and selected. A recurrent state cannot be rolled back, so `is_croppable` is False from the start.
     """
 
-    is_croppable = False
+    is_croppable = False  # pyright: ignore[reportAssignmentType]
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         """Store the state [batch, heads, key dim, value dim] in place and return the stored tensor."""
         state = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         self.has_previous_state[state_idx] = True
@@ -106,12 +120,12 @@ class RecurrentLayer(LinearAttentionLayer):
         """Keep only the sequences `indices` of the batch."""
         self._replace(lambda tensor: tensor[indices, ...])
 
-    def _replace(self, change) -> None:
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for index in range(self.number_of_states):
-            if self.is_conv_states_initialized[index]:
-                self.conv_states[index] = change(self.conv_states[index])
-            if self.is_recurrent_states_initialized[index]:
-                self.recurrent_states[index] = change(self.recurrent_states[index])
+            for states in (self.conv_states, self.recurrent_states):
+                state = states[index]
+                if state is not None:
+                    states[index] = change(state)
 
 
 class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
@@ -129,12 +143,12 @@ class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
         # A tensor in a static cache: a Python number would make each step of a compiled model a new program.
         self.cumulative_length = 0 if max_cache_len is None else torch.zeros(1, dtype=torch.long)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse keys and values: a recurrent mixer has none."""
         raise TypeError("This slot holds a recurrent state; keys and values belong in the slot of an attention layer.")
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, num_tokens: int = 0, **kwargs
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, num_tokens: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Store the state in place, and add the `num_tokens` tokens that it has taken in to the count."""
         if isinstance(self.cumulative_length, torch.Tensor):
@@ -145,11 +159,11 @@ class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
             self.cumulative_length += num_tokens
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
-    def get_seq_length(self):
+    def get_seq_length(self) -> Any:
         """Return the number of tokens seen."""
         return self.cumulative_length
 
-    def get_mask_sizes(self, query_length: int):
+    def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
         """Return the length that a mask over all tokens would have, and its offset 0."""
         return self.cumulative_length + query_length, 0
 
@@ -164,7 +178,7 @@ for _mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
     _mapping[RECURRENT], _mapping[COUNTED_RECURRENT] = RecurrentLayer, CountedRecurrentLayer
 
 
-def with_growing_layers(cache: Cache) -> Cache:
+def with_growing_layers(cache: DynamicCache) -> DynamicCache:
     """Replace the empty concatenating layers of a cache by [`GrowingLayer`], in place, and return it."""
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer and not layer.is_initialized else layer for layer in cache.layers
@@ -172,7 +186,7 @@ def with_growing_layers(cache: Cache) -> Cache:
     return cache
 
 
-def make_cache(config, num_loops: int | None = None) -> DynamicCache:
+def make_cache(config: LoopedConfigMixin, num_loops: int | None = None) -> DynamicCache:
     """Build the empty cache of a looped model.
 
     Args:
@@ -183,7 +197,12 @@ def make_cache(config, num_loops: int | None = None) -> DynamicCache:
 
 
 def open_cache(
-    config, cache: Cache | None, use_cache: bool | None, num_loops: int | None, plan: SlotPlan, packed: bool
+    config: LoopedConfigMixin,
+    cache: Cache | None,
+    use_cache: bool | None,
+    num_loops: int | None,
+    plan: SlotPlan,
+    packed: bool,
 ) -> Cache | None:
     """Return the cache to use in a forward: the given one, a new one if asked for, or none.
 
@@ -220,9 +239,12 @@ def open_cache(
 class LoopedGenerationMixin(GenerationMixin):
     """Prepare caches with one slot per (loop, layer) for `generate`, whatever `num_loops` it is called with."""
 
+    config: Any
+    device: torch.device
+
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
+        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
         given = model_kwargs.get("cache") is not None
         kinds = set(self.config.slot_plan().layer_types)
         if generation_config.cache_implementation == "quantized" and kinds != {FULL}:
@@ -236,7 +258,7 @@ class LoopedGenerationMixin(GenerationMixin):
             # The parent sizes the cache by `self.config`; a shallow stand-in carries the one with other loops.
             model = copy.copy(self)
             model.config = self.config.decoder_view(num_loops)
-        super(LoopedGenerationMixin, model)._prepare_cache_for_generation(
+        super(LoopedGenerationMixin, model)._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         cache = model_kwargs.get("cache")
@@ -248,7 +270,7 @@ class LoopedGenerationMixin(GenerationMixin):
         if type(cache) is DynamicCache and not cache.offloading:
             with_growing_layers(cache)
 
-    def init_continuous_batching(self, *args, **kwargs):
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse continuous batching, whose paged cache has one slot per physical layer.
 
         Raises:
@@ -259,6 +281,6 @@ class LoopedGenerationMixin(GenerationMixin):
             "Use generate() with a padded batch."
         )
 
-    def generate_batch(self, *args, **kwargs):
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse continuous batching; see [`init_continuous_batching`]."""
-        return self.init_continuous_batching()
+        self.init_continuous_batching()

@@ -2,7 +2,9 @@
 """What a looped model derives from its inputs once per forward, for all loops: positions, documents and masks."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -12,8 +14,11 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from loopergy.configuration.looped_config import RECURRENT, SlotPlan, resolve_num_loops
+from loopergy.configuration.looped_config import RECURRENT, LoopedConfigMixin, SlotPlan, resolve_num_loops
 from loopergy.modeling.looped_cache import open_cache
+
+# A 2-D padding mask, a ready mask of the attention implementation (tensor or block mask), or none.
+Mask = Any
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Documents:
 
 
 def read_inputs(
-    config,
+    config: LoopedConfigMixin,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | dict | None,
     position_ids: torch.Tensor | None,
@@ -72,8 +77,9 @@ def read_inputs(
     """
     plan = config.slot_plan(resolve_num_loops(config, num_loops))
     shape = inputs_embeds.shape[:2]
-    two_d = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
-    real = attention_mask[:, -shape[1] :] if two_d else None
+    real = None
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        real = attention_mask[:, -shape[1] :]
     # Ready masks come from `generate`, whose positions restart at padding only.
     marks = None if isinstance(attention_mask, dict) else position_ids
     documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
@@ -150,14 +156,14 @@ def _restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
     return real & (previous >= 0) & ~follows
 
 
-def past_length(cache: Cache | None, plan: SlotPlan):
+def past_length(cache: Cache | None, plan: SlotPlan) -> int:
     """Return how many tokens the cache holds; 0 where no slot counts them (recurrent states only)."""
     slot = next((slot for slot, kind in enumerate(plan.layer_types) if kind != RECURRENT), None)
     return 0 if cache is None or slot is None else cache.get_seq_length(slot)
 
 
 def default_positions(
-    shape: torch.Size, attention_mask, past: int, documents: Documents | None, device: torch.device
+    shape: torch.Size, attention_mask: Mask, past: int, documents: Documents | None, device: torch.device
 ) -> torch.Tensor:
     """Return the positions (batch or 1, length) of new tokens: documents from 0, padding not counted.
 
@@ -184,7 +190,11 @@ def mask_key(layer_type: str, window: int | None) -> str:
 
 
 def looped_masks(
-    config, inputs: LoopedInputs, inputs_embeds: torch.Tensor, attention_mask, materialise: bool = False
+    config: LoopedConfigMixin,
+    inputs: LoopedInputs,
+    inputs_embeds: torch.Tensor,
+    attention_mask: Mask,
+    materialise: bool = False,
 ) -> dict:
     """Make each mask that the visits need, once for all loops.
 
@@ -224,8 +234,8 @@ def looped_masks(
     return masks
 
 
-def _same_document(ids: torch.Tensor):
-    def same_document(batch, head, query, key):
+def _same_document(ids: torch.Tensor) -> Callable:
+    def same_document(batch: int, head: int, query: int, key: int) -> torch.Tensor:
         return ids[batch, query] == ids[batch, key]
 
     return same_document

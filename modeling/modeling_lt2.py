@@ -17,6 +17,8 @@ Config fields read here: sizes, `num_loops`, `layer_mixers`, `block_style`, `nor
 `use_loop_residual`, `attn_output_gate`, `early_exit_gate`, `kv_sharing`; the mixers read their own.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -65,7 +67,7 @@ class LT2DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm_2 = _norm(config) if sandwich else None
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    def forward(self, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs: Any) -> torch.Tensor:
         """Map the stream (B, S, D) to (B, S, D); the other arguments are those of the mixer."""
         mixed, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
         hidden_states = hidden_states + (self.input_layernorm_2(mixed) if self.input_layernorm_2 else mixed)
@@ -74,7 +76,7 @@ class LT2DecoderLayer(GradientCheckpointingLayer):
 
 
 def _norm(config: LT2Config) -> RMSNorm:
-    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, cast=config.norm_cast)
+    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, cast=str(config.norm_cast))
 
 
 class LT2PreTrainedModel(PreTrainedModel):
@@ -90,11 +92,11 @@ class LT2PreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _supports_attention_backend = True
     _can_record_outputs = {
-        "hidden_states": OutputRecorder(LT2DecoderLayer),
-        "attentions": OutputRecorder(Attention, index=1),
+        "hidden_states": OutputRecorder(LT2DecoderLayer, num_hidden_layers_key="total_num_hidden_layers"),
+        "attentions": OutputRecorder(Attention, index=1, num_hidden_layers_key="total_num_hidden_layers"),
     }
 
-    def __init__(self, config: LT2Config, *args, **kwargs):
+    def __init__(self, config: LT2Config, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         # Read by `generate`: a recurrent state cannot be rolled back, so drafts are refused up front.
         self._is_stateful = "gdn" in config.layer_mixers
@@ -131,7 +133,8 @@ class LT2Model(LT2PreTrainedModel):
         self.norm = _norm(config)
         self.loop_residual = None
         if config.use_loop_residual:
-            self.loop_residual = nn.Parameter(torch.zeros(config.num_trained_loops, config.hidden_size))
+            rows = config.num_trained_loops or config.num_loops
+            self.loop_residual = nn.Parameter(torch.zeros(rows, config.hidden_size))
         self.early_exit_gate = nn.Linear(config.hidden_size, 1) if config.early_exit_gate else None
         self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
@@ -150,7 +153,7 @@ class LT2Model(LT2PreTrainedModel):
         use_cache: bool | None = None,
         num_loops: int | None = None,
         output_loop_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> LoopedModelOutputWithPast:
         """Run the loops.
 
@@ -177,16 +180,13 @@ class LT2Model(LT2PreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        inputs = read_inputs(
-            self.config, inputs_embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs
-        )
+        embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        inputs = read_inputs(self.config, embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs)
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = looped_masks(self.config, inputs, inputs_embeds, attention_mask)
+            masks = looped_masks(self.config, inputs, embeds, attention_mask)
         attention_inputs = {
-            "position_embeddings": self.rotary_emb(inputs_embeds, position_ids=inputs.position_ids),
+            "position_embeddings": self.rotary_emb(embeds, position_ids=inputs.position_ids),
             "position_ids": inputs.position_ids,
             **kwargs,
         }
@@ -197,7 +197,7 @@ class LT2Model(LT2PreTrainedModel):
         }
 
         states = []
-        hidden_states = inputs_embeds
+        hidden_states = embeds
         for loop, slots in enumerate(inputs.plan.table):
             loop_input = hidden_states
             for layer_idx, (layer, slot) in enumerate(zip(self.layers, slots, strict=True)):
@@ -264,7 +264,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         num_loops: int | None = None,
         output_loop_hidden_states: bool | None = None,
         output_loop_logits: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> LoopedCausalLMOutputWithPast:
         """Run the loops and the head.
 
@@ -312,7 +312,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
 
     @staticmethod
     def create_masks_for_generate(
-        config: LT2Config, inputs_embeds: torch.Tensor, attention_mask, cache: Cache, **kwargs
+        config: LT2Config, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache, **kwargs: Any
     ) -> dict:
         """Make the masks of all mixers ahead of a compiled forward; `generate` calls it for static caches."""
         plan = config.slot_plan()

@@ -13,6 +13,8 @@ Shapes: B batch, S new tokens, D hidden size, V vocabulary, T loops, N layers.
 The checkpoint's words: `total_ut_steps` is `num_loops`, `ut step` is loop.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -24,7 +26,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_ouro import OuroConfig, repair_special_tokens
-from loopergy.configuration.looped_config import FULL, resolve_num_loops
+from loopergy.configuration.looped_config import FULL, SlotPlan, resolve_num_loops
 from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding, at_least_float32
 from loopergy.modeling.looped_cache import LoopedGenerationMixin
 from loopergy.modeling.looped_inputs import looped_masks, read_inputs
@@ -51,7 +53,7 @@ class OuroDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm_2 = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    def forward(self, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs: Any) -> torch.Tensor:
         """Map the stream (B, S, D) to (B, S, D); the other arguments are those of [`Attention`]."""
         mixed, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
         hidden_states = hidden_states + self.input_layernorm_2(mixed)
@@ -72,8 +74,8 @@ class OuroPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _supports_attention_backend = True
     _can_record_outputs = {
-        "hidden_states": OutputRecorder(OuroDecoderLayer),
-        "attentions": OutputRecorder(Attention, index=1),
+        "hidden_states": OutputRecorder(OuroDecoderLayer, num_hidden_layers_key="total_num_hidden_layers"),
+        "attentions": OutputRecorder(Attention, index=1, num_hidden_layers_key="total_num_hidden_layers"),
     }
 
 
@@ -105,7 +107,7 @@ class OuroModel(OuroPreTrainedModel):
         num_loops: int | None = None,
         exit_threshold: float | None = None,
         output_loop_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> LoopedModelOutputWithPast:
         """Run the loops.
 
@@ -141,26 +143,23 @@ class OuroModel(OuroPreTrainedModel):
                 f"{self.config._attn_implementation!r}: tokens of one batch run different numbers of loops. Set the "
                 "threshold to 1.0 to run all loops."
             )
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        inputs = read_inputs(
-            self.config, inputs_embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs
-        )
+        embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        inputs = read_inputs(self.config, embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs)
         masks = attention_mask
         if not isinstance(masks, dict) or (q < 1 and masks[FULL] is None):
             mask = None if isinstance(masks, dict) else masks
-            masks = looped_masks(self.config, inputs, inputs_embeds, mask, materialise=q < 1)
+            masks = looped_masks(self.config, inputs, embeds, mask, materialise=q < 1)
         visit = {
             "attention_mask": masks[FULL],
-            "position_embeddings": self.rotary_emb(inputs_embeds, position_ids=inputs.position_ids),
+            "position_embeddings": self.rotary_emb(embeds, position_ids=inputs.position_ids),
             "position_ids": inputs.position_ids,
             "cache": inputs.cache,
             **kwargs,
         }
         if q < 1:
-            states, gates = self._loop_until_exit(inputs_embeds, inputs.plan, visit, q, inputs.real)
+            states, gates = self._loop_until_exit(embeds, inputs.plan, visit, q, inputs.real)
         else:
-            states, gates = self._loop(inputs_embeds, inputs.plan, visit, bool(output_loop_hidden_states))
+            states, gates = self._loop(embeds, inputs.plan, visit, bool(output_loop_hidden_states))
         return LoopedModelOutputWithPast(
             last_hidden_state=states[-1],
             cache=inputs.cache,
@@ -168,14 +167,16 @@ class OuroModel(OuroPreTrainedModel):
             exit_pdf=exit_distribution(torch.cat(gates, dim=-1)) if output_loop_hidden_states else None,
         )
 
-    def _stack(self, hidden_states: torch.Tensor, loop: int, plan, visit: dict) -> torch.Tensor:
+    def _stack(self, hidden_states: torch.Tensor, loop: int, plan: SlotPlan, visit: dict) -> torch.Tensor:
         """Apply all layers and the final norm once."""
         rewrite = loop > 0 and self.config.kv_sharing == "last"
         for layer, slot in zip(self.layers, plan.table[loop], strict=True):
             hidden_states = layer(hidden_states, slot=slot, rewrite_slot=rewrite, **visit)
         return self.norm(hidden_states)
 
-    def _loop(self, hidden_states, plan, visit, keep_all: bool):
+    def _loop(
+        self, hidden_states: torch.Tensor, plan: SlotPlan, visit: dict, keep_all: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run every loop; return the states after each (or the last alone) and the gate logits (B, S, 1) of each."""
         states, gates = [], []
         for loop in range(len(plan.table)):
@@ -185,7 +186,9 @@ class OuroModel(OuroPreTrainedModel):
                 gates.append(self.early_exit_gate(hidden_states))
         return states or [hidden_states], gates
 
-    def _loop_until_exit(self, hidden_states, plan, visit, q: float, real):
+    def _loop_until_exit(
+        self, hidden_states: torch.Tensor, plan: SlotPlan, visit: dict, q: float, real: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run the loops on those tokens only that have not left; see [`OuroForCausalLM`] for the rule.
 
         Returns the states after each loop (B, S, D) and their gate logits; what a token left with is repeated.
@@ -212,7 +215,7 @@ class OuroModel(OuroPreTrainedModel):
             remain = remain * (1 - at_least_float32(gates[-1]).sigmoid())
         return states, gates
 
-    def _fill_slots(self, first_loop: int, plan, cache: Cache | None, keys_values: dict) -> None:
+    def _fill_slots(self, first_loop: int, plan: SlotPlan, cache: Cache | None, keys_values: dict) -> None:
         """Give the loops that nobody runs the keys and values of the last loop that each token ran."""
         if cache is None or self.config.kv_sharing == "last":
             return
@@ -272,9 +275,9 @@ class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin, GenerationMixi
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def adjust_generation_fn(self, *args, **kwargs):
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Load the generation config; the published token ids 0/0/0 are repaired as in the config."""
-        super().adjust_generation_fn(*args, **kwargs)
+        super().adjust_generation_fn(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if self.generation_config is not None:
             repair_special_tokens(self.generation_config)
 
@@ -296,7 +299,7 @@ class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin, GenerationMixi
         use_weighted_exit: bool = False,
         output_loop_hidden_states: bool | None = None,
         output_loop_logits: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> LoopedCausalLMOutputWithPast:
         r"""Run the loops and the head.
 

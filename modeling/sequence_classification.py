@@ -1,15 +1,18 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Classify sequences with a looped model: a linear score of the last real token."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 
-class LoopedForSequenceClassification:
+class LoopedForSequenceClassification(PreTrainedModel if TYPE_CHECKING else object):
     """Add the classification head to a looped base model, which the subclass names in `base_model_class`.
 
     transformers' generic head builds its base model through the Auto classes, which asks for trust when the code is
@@ -18,7 +21,7 @@ class LoopedForSequenceClassification:
 
     base_model_class: type[nn.Module]
 
-    def __init__(self, config):
+    def __init__(self, config: Any):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = self.base_model_class(config)
@@ -36,7 +39,7 @@ class LoopedForSequenceClassification:
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Score each sequence at its last real token.
 
@@ -75,7 +78,9 @@ class LoopedForSequenceClassification:
             attentions=outputs.attentions,
         )
 
-    def _last_token(self, input_ids, attention_mask, states: torch.Tensor) -> torch.Tensor:
+    def _last_token(
+        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, states: torch.Tensor
+    ) -> torch.Tensor:
         batch, length = states.shape[:2]
         index = torch.arange(length, device=states.device)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:

@@ -10,6 +10,7 @@ Shapes: B batch, S new tokens, H heads, D head dimension, L cached + new tokens.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ def eager_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with plain matrix products, softmax in float32 at least.
 
@@ -70,8 +71,8 @@ def eager_attention_forward(
     Returns:
         output of shape (B, S, H, D) and weights of shape (B, H, S, L).
     """
-    key = repeat_kv(key, module.num_key_value_groups)
-    value = repeat_kv(value, module.num_key_value_groups)
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     weights = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         output_gate (`bool`): the SDPA output gate (Qiu et al., arXiv 2505.06708, position G1; LT2 section 3).
     """
 
-    def __init__(self, config, layer_idx: int, bias: bool = False, output_gate: bool = False):
+    def __init__(self, config: Any, layer_idx: int, bias: bool = False, output_gate: bool = False):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         window: int | None = None,
         rewrite_slot: bool = False,
         active: ActiveTokens | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mix the new tokens with each other and with the cached ones.
 
@@ -149,7 +150,7 @@ class Attention(nn.Module):
             key, value = active.complete(self.layer_idx, key, value)
         if cache is not None:
             if rewrite_slot:
-                cache.layers[slot].crop(-key.shape[-2])
+                cache.layers[slot].crop(-key.shape[-2])  # pyright: ignore[reportAttributeAccessIssue]
             key, value = cache.update(key, value, slot, kwargs=kwargs)
         if active is not None and len(active.rows) < key.shape[0]:
             key, value = key[active.rows], value[active.rows]

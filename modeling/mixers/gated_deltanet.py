@@ -9,6 +9,7 @@ Source: Yang et al., Gated Delta Networks, arXiv 2412.06464; LT2 (arXiv 2605.206
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ class GatedDeltaNet(nn.Module):
         layer_idx (`int`, *optional*): physical layer.
     """
 
-    def __init__(self, config, layer_idx: int | None = None):
+    def __init__(self, config: Any, layer_idx: int | None = None):
         super().__init__()
         self.layer_idx = layer_idx
         self.num_heads = config.gdn_num_heads
@@ -85,7 +86,7 @@ class GatedDeltaNet(nn.Module):
         cache: Cache | None = None,
         slot: int = 0,
         cu_seqlens: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Mix the new tokens with each other and with the cached state.
 
@@ -128,7 +129,7 @@ class GatedDeltaNet(nn.Module):
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seqlens,
         )
-        if cache is not None:
+        if cache is not None and state is not None:
             cache.update_recurrent_state(state, slot, num_tokens=length)
 
         output = self.o_norm(output)
@@ -150,7 +151,14 @@ class GatedDeltaNet(nn.Module):
         return g, beta
 
     @force_accelerate_hooks(["q_conv1d", "k_conv1d", "v_conv1d"])
-    def _convolve(self, qkv, real, cache, slot, cu_seqlens) -> torch.Tensor:
+    def _convolve(
+        self,
+        qkv: torch.Tensor,
+        real: torch.Tensor | None,
+        cache: Cache | None,
+        slot: int,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Convolve (B, S, channels) and apply SiLU, continuing from the cached columns and updating them."""
         weight = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
         past = None if cache is None else cache.get_conv_state(slot)
@@ -173,7 +181,9 @@ def _depthwise(channels: int, size: int) -> nn.Conv1d:
     return nn.Conv1d(channels, channels, size, groups=channels, bias=False)
 
 
-def _real_tokens_first(hidden_states: torch.Tensor, real: torch.Tensor):
+def _real_tokens_first(
+    hidden_states: torch.Tensor, real: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Move padding behind the real tokens of each row, so that nothing lies between them or before the state.
 
     Returns the reordered states, the mask in the new order, and the old index of each new place.

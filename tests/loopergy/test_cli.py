@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from loopergy import OuroConfig, OuroForCausalLM, cli
 
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = typer.main.get_command(cli.app)
 
 
@@ -38,7 +40,9 @@ def test_help_shows_an_example_that_the_verb_understands(verb):
     line = re.search(r"\[bold\](.+)\[/bold\]", GROUP.commands[verb].epilog).group(1)
     assert line.split()[:2] == ["loopergy", verb]
     assert "Example:" in shown
-    GROUP.commands[verb].make_context(verb, shlex.split(line)[2:])
+    words = shlex.split(line)
+    GROUP.commands[verb].make_context(verb, words[2:])
+    assert all((ROOT / word).is_file() for word in words if word.startswith("recipes/"))
 
 
 def test_convert_writes_a_folder_that_generate_and_info_read(tiny_ouro, tmp_path):
@@ -124,13 +128,14 @@ def test_kept_layers_are_read_as_written(text, value):
 
 
 def test_settings_are_read_as_yaml():
-    pairs = ["learning_rate=1e-4", "layers=[1, 2]", "name=gdn", "flag=true", "nothing=null", "text=a=b"]
+    pairs = ["learning_rate=1e-4", "layers=[1, 2]", "name=gdn", "flag=true", "nothing=null", "too=None", "text=a=b"]
     assert cli.settings(pairs) == {
         "learning_rate": 1e-4,
         "layers": [1, 2],
         "name": "gdn",
         "flag": True,
         "nothing": None,
+        "too": None,
         "text": "a=b",
     }
 

@@ -1,0 +1,404 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The `loopergy` command: one verb for each thing that the package does.
+
+The verbs only read their arguments; the work is done by the functions and trainers that Python users call.
+"""
+
+import dataclasses
+import re
+import sys
+import time
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import loopergy
+
+app = typer.Typer(
+    name="loopergy",
+    help="Looped language models as ordinary transformers models: convert, distil, generate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+MODEL_HELP = "Folder, Hub id, or .gguf file."
+SET_HELP = "KEY=VALUE, read as YAML; may be given many times."
+DEMO_HELP = "Gets the report and the student."
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it appears whole or not at all.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it holds something.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the weights.")]
+
+
+def settings(pairs: list[str] | None) -> dict[str, Any]:
+    """Read `KEY=VALUE` pairs, the values as YAML.
+
+    Raises:
+        ValueError: For a pair without `=` or with an empty key.
+    """
+    values = {}
+    for pair in pairs or []:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"--set {pair!r} is not of the form KEY=VALUE, for example --set learning_rate=1e-4")
+        values[key.strip()] = yaml_value(text)
+    return values
+
+
+def yaml_value(text: str) -> Any:
+    """Read a YAML value; unlike in YAML 1.1, `1e-4` is a number and `None` is nothing."""
+    import yaml
+
+    if text.strip() == "None":
+        return None
+    value = yaml.safe_load(text)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and stop, if it was asked for."""
+    if wanted:
+        typer.echo(f"loopergy {loopergy.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Read what comes before the verb; `main` looks at `--debug`."""
+
+
+def example(line: str) -> str:
+    """Return the epilog that shows one working call of a verb."""
+    return f"Example:  [bold]{line}[/bold]"
+
+
+@app.command(epilog=example("loopergy demo --teacher ouro-tiny -o demo-output"))
+def demo(
+    teacher: Annotated[str, typer.Option(help="smollm2, ouro-tiny, or auto for the first that is there.")] = "auto",
+    output: Annotated[Path, typer.Option("--output", "-o", help=DEMO_HELP)] = Path("demo-output"),
+) -> None:
+    """Walk the whole way with a small model, offline, in minutes; ends with a report to look at."""
+    from loopergy.demo import run_demo
+
+    run_demo(teacher, output)
+
+
+@app.command(epilog=example("loopergy convert ByteDance/Ouro-1.4B --keep-layers 6 -o ouro-hybrid"))
+def convert(
+    teacher: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    output: Output,
+    keep_layers: Annotated[
+        str, typer.Option("--keep-layers", "-k", help="Layers that keep full attention: 3,7,11, a count, all or none.")
+    ],
+    mixer: Annotated[str, typer.Option(help="Mixer of the other layers: gdn or window.")] = "gdn",
+    seed: Annotated[int, typer.Option(help="Seed of the fresh tensors.")] = 0,
+    dtype: Dtype = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a Hub id.")] = None,
+    option: Settings = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn an Ouro or Llama-shaped model into a hybrid, and report where each tensor came from."""
+    from loopergy.conversion.folders import check_new_folder
+
+    check_new_folder(output, overwrite=overwrite)
+    result = loopergy.convert(
+        teacher, parse_layers(keep_layers), mixer, seed=seed, dtype=dtype, revision=revision, **settings(option)
+    )
+    result.save_pretrained(output, overwrite=overwrite)
+    result.report.print()
+    typer.echo(f"written to {output}")
+
+
+def parse_layers(text: str) -> str | int | float | list[int]:
+    """Read `--keep-layers`: a bare number is a count or a share; the library reads everything else."""
+    text = text.strip()
+    if text == "none":
+        return []
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
+
+
+RunFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the run: one subfolder a stage.")]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML recipe; see recipes/.")]
+Teacher = Annotated[str | None, typer.Option(help="Folder, Hub id, .gguf file or smollm2; overrides the recipe's.")]
+Data = Annotated[str | None, typer.Option(help="Text: offline, a file, a folder, or a Hub data set; overrides.")]
+Fields = Annotated[bool, typer.Option("--fields", help="List what --set takes, and stop.")]
+
+
+def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str, str | None], pairs: dict) -> Any:
+    """Build the recipe of one stage: the file, flags and `--set` over it, and the stages before as they were done.
+
+    Args:
+        stage: The stage to run.
+        folder: The run's folder.
+        recipe: YAML file, or None for the defaults.
+        flags: Keys of the recipe given as flags; None for those that were not.
+        pairs: Fields of the stage.
+
+    Returns:
+        A `Recipe` that ends with this stage.
+
+    Raises:
+        ValueError: No teacher is named, or a stage before this one is not done.
+    """
+    from loopergy.distill.recipe import STAGES, Recipe
+    from loopergy.distill.stage import StageRecord
+
+    if recipe is None and not flags["teacher"]:
+        raise ValueError("no teacher: give --teacher NAME, or --recipe FILE with a `teacher`")
+    whole = Recipe(teacher="") if recipe is None else Recipe.from_yaml(recipe)
+    changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    changes[stage] = {**(getattr(whole, stage) or {}), **pairs}
+    position = STAGES.index(stage)
+    for earlier in STAGES[:position]:
+        record = StageRecord.load(folder / earlier)
+        if record is not None:
+            changes[earlier] = record.metrics["settings"]
+        elif earlier == "select":
+            changes[earlier] = None
+        elif stage != "align":
+            raise ValueError(f"stage {earlier!r} is not done in {folder}: `loopergy run` does all stages in order")
+    return dataclasses.replace(whole, **changes, **dict.fromkeys(STAGES[position + 1 :]))
+
+
+def run_stage(
+    stage: str,
+    folder: Path,
+    recipe: Path | None,
+    flags: dict[str, str | None],
+    pairs: list[str] | None,
+    fields: bool,
+) -> None:
+    """Run one stage of a run, or list its fields."""
+    from loopergy.distill.recipe import RecipeRun
+
+    if fields:
+        show_fields(stage)
+        return
+    RecipeRun(stage_recipe(stage, folder, recipe, flags, settings(pairs)), folder, on_stage=show_stage).run()
+    typer.echo(f"report: {folder / 'report.html'}")
+
+
+def show_stage(name: str, record: Any) -> None:
+    """Print one line about a stage that is done."""
+    heldout = record.metrics.get("heldout") or {}
+    parts = [f"{name:<8}", f"{record.tokens_seen:>12,} tokens", f"{record.metrics.get('seconds', 0):>8,.0f} s"]
+    parts += [f"held-out KL {heldout['kl']:.3f}, perplexity {heldout['perplexity']:.2f}"] if heldout else []
+    parts += [f"kept layers {record.kept_layers}"] if name == "select" else []
+    typer.echo("  ".join(parts))
+
+
+def show_fields(stage: str) -> None:
+    """Print the fields of a stage with their defaults and meaning."""
+    from transformers import TrainingArguments
+
+    from loopergy.distill.recipe import SelectSettings
+
+    kinds = {"align": "AlignConfig", "distill": "DistillConfig", "extend": "ExtendConfig"}
+    kind = getattr(loopergy, kinds[stage]) if stage in kinds else SelectSettings
+    common = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    trains = issubclass(kind, TrainingArguments)
+    for field in dataclasses.fields(kind):
+        if trains and field.name in common and field.default == common[field.name]:
+            continue
+        typer.echo(f"{field.name} = {field.default!r}\n    {field.metadata.get('help', '')}")
+    if trains:
+        typer.echo("... and every field of transformers.TrainingArguments.")
+
+
+@app.command(epilog=example("loopergy align --teacher smollm2 -o runs/smollm2 --set target_tokens=1_000_000"))
+def align(
+    output: RunFolder,
+    recipe: RecipeFile = None,
+    teacher: Teacher = None,
+    data: Data = None,
+    option: Settings = None,
+    fields: Fields = False,
+) -> None:
+    """Stage 1: convert, and let each new mixer learn the attention that it replaces."""
+    run_stage("align", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+
+
+@app.command(epilog=example("loopergy select --teacher smollm2 -o runs/smollm2 --set keep=6"))
+def select(
+    output: RunFolder,
+    recipe: RecipeFile = None,
+    teacher: Teacher = None,
+    data: Data = None,
+    option: Settings = None,
+    fields: Fields = False,
+) -> None:
+    """Choose the layers that keep full attention, by the KL that each one saves."""
+    run_stage("select", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+
+
+@app.command(epilog=example("loopergy distill --recipe recipes/smollm2-135m.yaml -o runs/smollm2"))
+def distill(
+    output: RunFolder,
+    recipe: RecipeFile = None,
+    teacher: Teacher = None,
+    data: Data = None,
+    option: Settings = None,
+    fields: Fields = False,
+) -> None:
+    """Stage 2: the student learns the teacher's distribution over next tokens."""
+    run_stage("distill", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+
+
+@app.command(epilog=example("loopergy extend --teacher smollm2 -o runs/smollm2 --set length=8192"))
+def extend(
+    output: RunFolder,
+    recipe: RecipeFile = None,
+    teacher: Teacher = None,
+    data: Data = None,
+    option: Settings = None,
+    fields: Fields = False,
+) -> None:
+    """Stage 3: train on long texts."""
+    run_stage("extend", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+
+
+@app.command(epilog=example("loopergy run recipes/smollm2-135m.yaml -o runs/smollm2 --set align.target_tokens=4096"))
+def run(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    output: RunFolder,
+    option: Settings = None,
+) -> None:
+    """Run all stages of a recipe; what is done is skipped, what was interrupted goes on."""
+    from loopergy.distill.recipe import Recipe, RecipeRun
+
+    values = vars(Recipe.from_yaml(recipe))
+    for key, value in settings(option).items():
+        part, dot, name = key.partition(".")
+        if not dot:
+            values[key] = value
+        elif isinstance(values.get(part) or {}, dict):
+            values[part] = {**(values.get(part) or {}), name: value}
+        else:
+            raise ValueError(f"--set {key}: the recipe's {part!r} has no parts; give --set {part}=...")
+    RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=show_stage).run()
+    typer.echo(f"report: {output / 'report.html'}")
+
+
+@app.command(epilog=example('loopergy generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" --num-loops 2'))
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    prompt: Annotated[str, typer.Argument(help="What to answer, or with --raw what to continue.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 256,
+    num_loops: Annotated[int | None, typer.Option(min=1, help="Loops to run; the model's own by default.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; do not apply the chat template.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Dtype = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one by default.")] = None,
+) -> None:
+    """Answer a prompt with any causal language model, and say how fast."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+    set_seed(seed)
+    options = {} if num_loops is None else {"num_loops": num_loops}
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", **options)
+    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if raw or tokenizer.chat_template is None:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    began = time.perf_counter()
+    tokens = network.generate(
+        **inputs.to(network.device),
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+    count = tokens.shape[1] - inputs["input_ids"].shape[1]
+    seconds = time.perf_counter() - began
+    typer.echo(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s on {network.device}", err=True)
+
+
+@app.command(epilog=example("loopergy info ByteDance/Ouro-1.4B"))
+def info(
+    model: Annotated[str | None, typer.Argument(help="Folder or Hub id. Without it: this installation.")] = None,
+) -> None:
+    """Describe a model (loops, mixers, parameters, cache), or what this installation runs on."""
+    rows = describe_model(model) if model else describe_installation()
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def describe_installation() -> list[tuple[str, str]]:
+    """Return (name, value) rows: versions, device, kernels."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    def installed(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    names = ("torch", "transformers", "flash-linear-attention", "triton", "accelerate", "peft", "datasets")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return [
+        ("loopergy", loopergy.__version__),
+        *((name, installed(name)) for name in names),
+        ("device", device),
+        ("kernels", str(loopergy.kernel_backend())),
+    ]
+
+
+def describe_model(model: str) -> list[tuple[str, str]]:
+    """Return (name, value) rows about a model from its config alone; no weights are read."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    loops = getattr(config, "num_loops", 1)
+    mixers = getattr(config, "layer_mixers", None) or ["full"] * config.num_hidden_layers
+    runs = [(name, len(list(group))) for name, group in groupby(mixers)]
+    slots = DynamicCache(config=config).layers
+    kinds = Counter(type(slot).__name__ for slot in slots)
+    return [
+        ("model", f"{model} ({config.model_type})"),
+        ("parameters", f"{network.num_parameters():,}"),
+        ("layers", f"{config.num_hidden_layers}, applied in {loops} loop{'s' if loops > 1 else ''}"),
+        ("mixers", ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)),
+        ("cache slots", f"{len(slots)}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
+        ("context", f"{config.max_position_embeddings:,} tokens"),
+    ]
+
+
+def main() -> None:
+    """Run the command. An error that the library raises on purpose is one line and exit code 2, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, ImportError) as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.echo(f"loopergy: {error}", err=True)
+        typer.echo("(loopergy --debug VERB ... shows where it came from)", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

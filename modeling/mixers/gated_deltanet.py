@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.kernels.gated_delta_rule_step import gated_delta_rule_step
 from loopergy.modeling.kernels.kernel_backends import gated_delta_rule
 from loopergy.modeling.kernels.short_convolution import short_convolution
 
@@ -102,6 +103,9 @@ class GatedDeltaNet(nn.Module):
             output of shape (B, S, hidden_size), and `None` in the place of attention weights.
         """
         batch, length, _ = hidden_states.shape
+        state = None if cache is None else cache.get_recurrent_state(slot)
+        if cache is not None and state is not None and length == 1 and attention_mask is None and _in_place(state):
+            return self._step(hidden_states, cache, slot, state), None
         real = order = None
         if attention_mask is not None:
             real = attention_mask.to(torch.bool)
@@ -124,7 +128,7 @@ class GatedDeltaNet(nn.Module):
             v.unflatten(-1, (self.num_heads, -1)),
             g=g,
             beta=beta,
-            initial_state=None if cache is None else cache.get_recurrent_state(slot),
+            initial_state=state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seqlens,
@@ -132,17 +136,49 @@ class GatedDeltaNet(nn.Module):
         if cache is not None and state is not None:
             cache.update_recurrent_state(state, slot, num_tokens=length)
 
-        output = self.o_norm(output)
-        if self.g_proj is not None:
-            gate = self.g_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
-            output = output * nn.functional.silu(gate)
-        output = self.o_proj(output.flatten(-2))
+        output = self._project(output, hidden_states)
         if order is not None:
             output = torch.empty_like(output).scatter_(1, order[..., None].expand_as(output), output)
         return output.reshape(batch, length, -1), None
 
+    def _step(self, hidden_states: torch.Tensor, cache: Cache, slot: int, state: torch.Tensor) -> torch.Tensor:
+        """Do what `forward` does, for one token (B, 1, hidden_size) on a filled cache, in few operations."""
+        x = hidden_states[:, 0]
+        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+        qkv = self._convolve_step(qkv, cache, slot) if self.conv_size else qkv
+        qkv = nn.functional.silu(qkv)
+        key_width = self.num_heads * self.head_dim
+        q, k, v = qkv.split((key_width, key_width, self.num_heads * self.value_head_dim), dim=-1)
+        g, beta = self._gates(x, None)
+        output = gated_delta_rule_step(
+            q.unflatten(-1, (self.num_heads, -1)),
+            k.unflatten(-1, (self.num_heads, -1)),
+            v.unflatten(-1, (self.num_heads, -1)),
+            g.to(state.dtype),
+            beta.to(state.dtype),
+            state,
+        )
+        cache.update_recurrent_state(state, slot, num_tokens=1)
+        return self._project(output.to(v.dtype), x)[:, None]
+
+    @force_accelerate_hooks(["q_conv1d", "k_conv1d", "v_conv1d"])
+    def _convolve_step(self, qkv: torch.Tensor, cache: Cache, slot: int) -> torch.Tensor:
+        """Convolve one token (B, channels) with the cached columns, and update them."""
+        weight = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
+        columns = torch.cat((cache.get_conv_state(slot)[..., 1:], qkv[..., None]), dim=-1)
+        cache.update_conv_state(columns, slot)
+        return (columns * weight).sum(-1)
+
+    def _project(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Norm and gate the heads' outputs (..., H, V), and project them to (..., hidden_size)."""
+        output = self.o_norm(output)
+        if self.g_proj is not None:
+            gate = self.g_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
+            output = output * nn.functional.silu(gate)
+        return self.o_proj(output.flatten(-2))
+
     def _gates(self, hidden_states: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log decay g <= 0 and write strength beta, both (B, S, H) in float32 at least; both 0 at padding."""
+        """Return log decay g <= 0 and write strength beta, both (..., H) in float32 at least; both 0 at padding."""
         beta = self.max_beta * at_least_float32(self.b_proj(hidden_states)).sigmoid()
         step = nn.functional.softplus(at_least_float32(self.a_proj(hidden_states)) + at_least_float32(self.dt_bias))
         g = -at_least_float32(self.A_log).exp() * step
@@ -175,6 +211,11 @@ class GatedDeltaNet(nn.Module):
         if cache is not None:
             cache.update_conv_state(columns, slot)
         return output
+
+
+def _in_place(state: torch.Tensor) -> bool:
+    """Whether the state may be written in place: no gradient, no tracing, and no better kernel on the device."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or state.device.type == "cuda")
 
 
 def _depthwise(channels: int, size: int) -> nn.Conv1d:

@@ -1,0 +1,38 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+r"""The gated delta rule for one new token, writing into the state: what decoding on a CPU spends its time on.
+
+Same recurrence and numbers as [`recurrent_gated_delta_rule`] with one token. Writing in place saves two copies of the
+state, and the output needs no second pass over it: with S the decayed state and d what the token writes,
+\(o = S_\mathrm{new}^T q = S^T q + (q \cdot k)\, d\).
+"""
+
+import torch
+from torch import Tensor
+
+L2_EPS = 1e-6
+
+
+def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Advance `state` by one token, in place, with q and k of unit length and scale K ** -0.5.
+
+    Args:
+        q, k: [B, H, K], queries and keys, normalised here by sqrt(|x|^2 + 1e-6).
+        v: [B, H, V], values.
+        g: [B, H], natural logarithm of the decay, in the dtype of `state`.
+        beta: [B, H], write strength, in the dtype of `state`.
+        state: [B, H, K, V], contiguous, float32 or float64; holds the new state afterwards.
+
+    Returns:
+        Output [B, H, V] in the dtype of `state`.
+    """
+    heads, width = q.shape[0] * q.shape[1], q.shape[2]
+    memory = state.view(heads, width, -1)
+    pair = torch.stack((k, q), dim=2).view(heads, 2, width).to(state.dtype)
+    pair = pair * (pair * pair).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
+    key, query = pair[:, 0], pair[:, 1]
+    memory.mul_(g.exp().view(heads, 1, 1))
+    recalled = torch.bmm(pair, memory)
+    written = (v.reshape(heads, -1) - recalled[:, 0]) * beta.view(heads, 1)
+    memory.addcmul_(key[:, :, None], written[:, None, :])
+    output = torch.addcmul(recalled[:, 1], (query * key).sum(-1, keepdim=True), written)
+    return output.mul_(width**-0.5).view(*q.shape[:2], -1)

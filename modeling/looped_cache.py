@@ -108,9 +108,20 @@ class RecurrentLayer(LinearAttentionLayer):
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Store the state [batch, heads, key dim, value dim] in place and return the stored tensor."""
+        self._make_writable()
         state = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         self.has_previous_state[state_idx] = True
         return state
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Store the last columns of [batch, channels, columns] in place; return them behind the earlier ones."""
+        self._make_writable()
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def _make_writable(self) -> None:
+        """Replace tensors made in inference mode, which nothing outside of it may write to."""
+        if not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            self._replace(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch `repeats` times."""

@@ -214,8 +214,9 @@ class GatedDeltaNet(nn.Module):
 
 
 def _in_place(state: torch.Tensor) -> bool:
-    """Whether the state may be written in place: no gradient, no tracing, and no better kernel on the device."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or state.device.type == "cuda")
+    """Whether the state may be written in place: not tracked, not locked, and no better kernel on the device."""
+    tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return not tracked and state.device.type != "cuda" and state.is_inference() == torch.is_inference_mode_enabled()
 
 
 def _depthwise(channels: int, size: int) -> nn.Conv1d:

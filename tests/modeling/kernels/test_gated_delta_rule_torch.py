@@ -109,8 +109,9 @@ def test_no_way_of_cutting_the_work_changes_the_result(
 ):
     inputs = leaves(draw(batch, length, heads, width, values))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PAIRS_PER_THREAD", pairs)
-        patch.setattr(module, "_SEGMENT_NUMBERS", numbers)
+        patch.setattr(module, "_MOST_PAIRS", pairs)
+        patch.setattr(module, "_CACHED_NUMBERS", numbers)
+        patch.setattr(module, "_FEWEST_CHUNKS", 1)
         actual = chunk_gated_delta_rule(
             **inputs, output_final_state=True, chunk_size=chunk_size, use_qk_l2norm_in_kernel=normalize
         )

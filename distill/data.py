@@ -117,7 +117,7 @@ class _Stream:
             yield _record_text(record, self.tokenizer, f"data set {self.name!r}")
 
 
-Documents = Sequence[str] | _Stream
+Documents = list[str] | _Stream
 
 
 def load_documents(source: str | Path | Iterable[str], tokenizer: PreTrainedTokenizerBase | None = None) -> Documents:
@@ -210,7 +210,7 @@ class PackedDataset(IterableDataset):
             raise ValueError(f"`documents` must be 'separate' or 'contiguous', got {documents!r}.")
         if split not in ("train", "held_out", "all"):
             raise ValueError(f"`split` must be 'train', 'held_out' or 'all', got {split!r}.")
-        self.documents = load_documents(source, tokenizer)
+        self.documents: Documents = load_documents(source, tokenizer)
         if not isinstance(self.documents, _Stream):
             self.documents = [text for text in self.documents if split in ("all", _side(text))]
             if not self.documents:
@@ -223,15 +223,16 @@ class PackedDataset(IterableDataset):
 
     def _texts(self, epoch: int, start: int) -> Iterator[tuple[int, str]]:
         """Yield (index, text) of one pass from document `start` on, in the order of the pass."""
-        if isinstance(self.documents, _Stream):
-            texts = self.documents.iterate_from(start)
-            yield from ((i, t) for i, t in enumerate(texts, start) if self.split in ("all", _side(t)))
+        documents = self.documents
+        if isinstance(documents, _Stream):
+            for index, text in enumerate(documents.iterate_from(start), start):
+                if self.split in ("all", _side(text)):
+                    yield index, text
             return
-        order = torch.randperm(
-            len(self.documents), generator=torch.Generator().manual_seed(self.seed + epoch)
-        ).tolist()
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(documents), generator=generator).tolist()
         for index in range(start, len(order)):
-            yield index, self.documents[order[index]]
+            yield index, documents[order[index]]
 
     def _pieces(self) -> Iterator[tuple[list[int], int, int, int]]:
         """Yield the tokens left of each document, with pass, document and first token."""
@@ -315,7 +316,7 @@ def _side(text: str) -> str:
 class LanguageModelCollator:
     """Stack rows into a batch, padding shorter ones on the right.
 
-    Labels come from the item's `labels`, else from its `input_ids` where its `attention_mask` is 1. Pads get label
+    Labels are the item's `labels`, else its `input_ids`, where its own `attention_mask` is 1. Pads get label
     -100 because of where they are, never because of their id, so a real end-of-sequence token keeps its label even if
     it is also the padding token. Pads of rows with `position_ids` become a document of their own; other rows get an
     `attention_mask` if there is any pad.
@@ -335,7 +336,9 @@ class LanguageModelCollator:
         for row in rows:
             ids, pads = row["input_ids"], length - len(row["input_ids"])
             mask = row.get("attention_mask", torch.ones_like(ids))
-            labels = row["labels"] if "labels" in row else ids.masked_fill(mask == 0, IGNORE)
+            # Nothing predicts a real token behind a pad either.
+            behind_pad = torch.nn.functional.pad(mask[:-1], (1, 0), value=1) == 0
+            labels = row.get("labels", ids).masked_fill((mask == 0) | behind_pad, IGNORE)
             columns["input_ids"].append(torch.nn.functional.pad(ids, (0, pads), value=self.pad_token_id))
             columns["labels"].append(torch.nn.functional.pad(labels, (0, pads), value=IGNORE))
             columns["attention_mask"].append(torch.nn.functional.pad(mask, (0, pads), value=0))

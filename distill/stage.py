@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""What the three training stages share: settings, trainer, checkpoints, and the record that ties one stage to the next.
+"""What the three training stages share: settings, trainer, checkpoints, and the record that ties them together.
 
 A stage is a `StageModule`: it holds the student, and its `forward` maps a batch to a loss. Everything else is
 `transformers.Trainer`. As the loss is computed inside the wrapped module's forward, data parallel training sees every
@@ -7,8 +7,8 @@ gradient, and the loss, divided by `num_items_in_batch`, does not depend on how 
 
 The teacher is held outside the module tree: it is in no optimizer, no checkpoint and no gradient reduction.
 
-A finished stage is a folder that `from_pretrained` loads, with `stage.json` beside the weights. The next stage reads it
-and refuses to start from anything else.
+A finished stage is a folder that `from_pretrained` loads, with `stage.json` beside the weights. The next stage reads
+it and refuses to start from anything else.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion.folders import new_folder
 from loopergy.distill.data import LanguageModelCollator
-from loopergy.distill.losses import IGNORE
+from loopergy.distill.losses import IGNORE, shift_targets
 from loopergy.distill.teacher import resolve_teacher
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
@@ -121,8 +121,8 @@ def check_previous(
     expected = " or ".join(repr(name) for name in allowed)
     if record is None:
         raise StageError(
-            f"Stage {stage!r} continues from stage {expected}, but the student has no {STAGE_FILE}: its weights may be "
-            f"fresh. Pass the folder of that stage as `model`, or its record as `previous`, or set "
+            f"Stage {stage!r} continues from stage {expected}, but the student has no {STAGE_FILE}: its weights may "
+            f"be fresh. Pass the folder of that stage as `model`, or its record as `previous`, or set "
             f"`require_previous=False` to start from these weights on purpose."
         )
     if record.stage not in allowed:
@@ -136,7 +136,7 @@ def check_previous(
     if same_layers and record.config_hash != config_hash(student):
         raise StageError(
             f"The student's config has changed since stage {record.stage!r} (hash {config_hash(student)}, recorded "
-            f"{record.config_hash}), with the same full-attention layers {sorted(now)}. Load the folder as it was saved."
+            f"{record.config_hash}), with the same full-attention layers {sorted(now)}. Load the folder as saved."
         )
     return record
 
@@ -169,7 +169,7 @@ class StageConfig(TrainingArguments):
         default=0.01, metadata={"help": "Weight decay of matrices; norms, biases and decay parameters have none."}
     )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "Trackers to report to."})
+    report_to: str | list[str] | None = field(default="none", metadata={"help": "Trackers to report to."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep it False: packing arguments must reach the mixers."}
     )
@@ -217,10 +217,6 @@ class StageModule(nn.Module):
             raise ValueError(f"{type(self).__name__} was built without a teacher.")
         return self._outside[0]
 
-    def train(self, mode: bool = True) -> "StageModule":
-        """Set the training mode of the student; the teacher stays in evaluation mode."""
-        return super().train(mode)
-
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Recompute the student's layers in the backward pass."""
         self.student.activation_checkpointing_enable(**options)
@@ -230,14 +226,27 @@ class StageModule(nn.Module):
         limit = self.student.config.max_position_embeddings
         if input_ids.shape[1] > limit:
             raise ValueError(
-                f"Rows have {input_ids.shape[1]} tokens, but the student's max_position_embeddings is {limit}. Use rows "
-                f"of at most {limit}, or train longer ones with ExtendTrainer and `extend_to={input_ids.shape[1]}`."
+                f"Rows have {input_ids.shape[1]} tokens, but the student's max_position_embeddings is {limit}. Use "
+                f"rows of at most {limit}, or ExtendTrainer with `extend_to={input_ids.shape[1]}`."
             )
 
 
-def default_labels(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return labels for a batch that has none: every real token."""
-    return input_ids if attention_mask is None else input_ids.masked_fill(attention_mask == 0, IGNORE)
+def batch_targets(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the token each position of a batch must predict, -100 for none.
+
+    Args:
+        batch (mapping): `input_ids` `[batch, length]` and, optionally, `labels` and `attention_mask`. Without labels
+            every token is a target.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`; a pad neither is a target nor has one.
+    """
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    targets = shift_targets(batch["input_ids"] if labels is None else labels)
+    if mask is None:
+        return targets
+    real = (mask != 0) & (nn.functional.pad(mask[:, 1:], (0, 1)) != 0)
+    return targets.masked_fill(~real, IGNORE)
 
 
 class StageTrainer(Trainer):
@@ -251,8 +260,8 @@ class StageTrainer(Trainer):
         eval_dataset: As in `Trainer`.
         processing_class (`PreTrainedTokenizerBase`, *optional*): Saved beside the weights.
         data_collator (callable, *optional*): Default: `LanguageModelCollator`.
-        previous (`StageRecord` or `str`, *optional*): Record, or folder, of the stage before. Default: that of the folder
-            the student was loaded from.
+        previous (`StageRecord` or `str`, *optional*): Record, or folder, of the stage before. Default: that of the
+            folder the student was loaded from.
         callbacks (`list[TrainerCallback]`, *optional*): As in `Trainer`.
 
     Raises:
@@ -280,15 +289,15 @@ class StageTrainer(Trainer):
             previous = StageRecord.load(student.name_or_path) if student.name_or_path else None
         elif not isinstance(previous, StageRecord):
             previous = StageRecord.load(previous)
-        if args.require_previous:
+        if args.require_previous and self.allowed_previous:
             check_previous(previous, student.config, self.allowed_previous, self.stage, self.same_layers)
         self.previous = previous
         if teacher is not None:
             teacher = resolve_teacher(teacher, device=args.device)
         if args.n_gpu > 1:
             raise ValueError(
-                f"{args.n_gpu} GPUs are visible to one process. Start one process a GPU with `accelerate launch`, or set "
-                f"CUDA_VISIBLE_DEVICES to one."
+                f"{args.n_gpu} GPUs are visible to one process. Start one process a GPU with `accelerate launch`, or "
+                f"set CUDA_VISIBLE_DEVICES to one."
             )
         pad = student.config.pad_token_id
         super().__init__(
@@ -313,8 +322,9 @@ class StageTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Group parameters by learning rate (mixers, body) and weight decay (matrices only)."""
         if self.optimizer is None:
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model or self.model)
-            self.optimizer = optimizer_class(self.parameter_groups(model or self.model), **options)
+            module: Any = model if model is not None else self.model
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, module)
+            self.optimizer = optimizer_class(self.parameter_groups(module), **options)
         return self.optimizer
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -358,9 +368,10 @@ class StageTrainer(Trainer):
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        loaded, info = LT2ForCausalLM.from_pretrained(
+        pair: Any = LT2ForCausalLM.from_pretrained(
             resume_from_checkpoint, dtype=self.student.dtype, output_loading_info=True
         )
+        loaded, info = pair
         wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys") if info[kind]}
         if wrong or config_hash(loaded.config) != config_hash(self.student.config):
             raise StageError(
@@ -419,6 +430,12 @@ class StageTrainer(Trainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.ignore_data_skip = skip_before
+
+    def train_or_resume(self):
+        """Train, from the last checkpoint in `output_dir` if an interrupted run left one."""
+        folder = Path(self.args.output_dir)
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        return self.train(resume_from_checkpoint=last)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         """Fetch the batches of a step; after a resume, set the random state again, which starting a loader moves."""

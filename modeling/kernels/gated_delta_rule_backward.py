@@ -33,6 +33,7 @@ from loopergy.modeling.kernels.gated_delta_rule_forward import (
     Within,
     Workspace,
     advance,
+    drop_negligible_,
     make_gates,
     pairs_of,
     state_at_start,
@@ -83,11 +84,12 @@ def _replay(
 ) -> list[Tensor | None]:
     """Compute the states of a segment again: fill `ends` [s, p, K, V], return the states before the chunks."""
     s, p, chunk, _ = kept.updates.shape
-    carries, writes = gates.carry.reshape(s, p, 1, 1), within.write.view(s, p, chunk, -1)
+    carries, writes = gates.carry.reshape(s, p, 1, 1).unbind(0), within.write.view(s, p, chunk, -1).mT.unbind(0)
+    updates, results = kept.updates.unbind(0), ends.unbind(0)
     starts = []
     for i in range(s):
         starts.append(state_at_start(layout, first + i, state, initial))
-        state = advance(starts[-1], carries[i], writes[i], kept.updates[i], ends[i])
+        state = advance(starts[-1], carries[i], writes[i], updates[i], results[i])
     return starts
 
 
@@ -187,13 +189,13 @@ def _row_gradients(space: Workspace, within: Within, gates: Gates, kept: Kept, f
     rows, updates = within.rows.view(n, 2 * chunk, width), kept.updates.flatten(0, 1)
     grad_scores = torch.bmm(flow.rows.flatten(0, 1), updates.mT, out=space.take("grad_scores", n, 2 * chunk, chunk))
     both = grad_scores.view(*lead, 2, chunk, chunk).mul_(within.decay.unsqueeze(3))
-    both[..., 1, :, :].mul_(both.new_full((chunk, chunk), -1.0).tril_(-1))
-    read = flow.read.view(*lead, 2 * chunk, width).mul_(gates.row_decay[..., None])
+    both[..., 1, :, :].mul_(space.minus_past)
+    read = flow.read.view(*lead, 2 * chunk, width).mul_(gates.row_decay)
     read.view(n, 2 * chunk, width).baddbmm_(grad_scores, rows[:, chunk:])
 
     write = torch.bmm(updates, flow.grad_ends.flatten(0, 1).mT, out=space.take("grad_write", n, chunk, width))
-    write.view(*lead, chunk, width).mul_(gates.write[..., None])
-    both[..., 1, :, :].mul_(gates.beta[..., None])
+    write.view(*lead, chunk, width).mul_(gates.write)
+    both[..., 1, :, :].mul_(gates.beta)
     return read, write.baddbmm_(grad_scores.mT, rows).view(*lead, chunk, width)
 
 
@@ -203,30 +205,29 @@ def _input_gradients(
     """Return the gradients of q, k, v, g, beta, each as two factors [s, B, H, C, ...] yet to be multiplied."""
     lead, chunk = within.write.shape[:3], within.write.shape[3]
     read, write = _row_gradients(space, within, gates, kept, flow)
-    queries, keys = within.rows[..., :chunk, :], within.rows[..., chunk:, :]
+    queries, keys = within.queries, within.keys
+    query_factor, key_factor = kept.row_factor.view(*lead, 2 * chunk, 1).chunk(2, -2)
     corrected = flow.corrected.view(v.shape)
-    # `within.read` and `within.write` have served; their place is used for the products.
-    row_dots = torch.mul(within.rows, read, out=within.read).sum(-1)
-    query_dots, read_dots = row_dots[..., :chunk], row_dots[..., chunk:]
-    write_dots = torch.mul(keys, write, out=within.write).sum(-1)
-    value_dots = torch.mul(v, corrected, out=space.take("grad_updates", *v.shape)).sum(-1)
+    # `within.read`, `within.write` and `flow.ends` have served; their place is used for the products.
+    row_dots = torch.mul(within.rows, read, out=within.read).sum(-1, keepdim=True)
+    query_dots, read_dots = row_dots[..., :chunk, :], row_dots[..., chunk:, :]
+    write_dots = torch.mul(keys, write, out=within.write).sum(-1, keepdim=True)
+    value_dots = torch.mul(v, corrected, out=space.take("grad_updates", *v.shape)).sum(-1, keepdim=True)
     state_dots = torch.mul(flow.ends, flow.grad_ends, out=flow.ends).flatten(2).sum(-1)
 
-    grad_total = query_dots + gates.beta * read_dots - write_dots
+    key_dots = gates.beta * read_dots
+    grad_total = (query_dots + key_dots - write_dots).squeeze(-1)
     grad_total[..., -1] += state_dots.view(lead)
-    grad_q, grad_k = read[..., :chunk, :], write.addcmul_(read[..., chunk:, :], gates.beta[..., None])
-    query_factor, key_factor = problem.scale, 1.0
-    if within.row_norms is not None:
-        grad_q.addcmul_(queries, query_dots[..., None], value=-(problem.scale**-2))
-        grad_k.addcmul_(keys, (gates.beta * read_dots + write_dots)[..., None], value=-1)
-        query_factor, key_factor = within.row_norms[..., :chunk, None], within.row_norms[..., chunk:, None]
-    grad_g = grad_total.flip(-1).cumsum(-1).flip(-1)
+    grad_q, grad_k = read[..., :chunk, :], write.addcmul_(read[..., chunk:, :], gates.beta)
+    if problem.normalize:
+        grad_q.addcmul_(queries, query_dots, value=-(problem.scale**-2))
+        grad_k.addcmul_(keys, key_dots + write_dots, value=-1)
     return [
         (grad_q, query_factor),
         (grad_k, key_factor),
-        (corrected, gates.beta[..., None]),
-        (grad_g, 1.0),
-        (read_dots + value_dots, 1.0),
+        (corrected, gates.beta),
+        (grad_total.flip(-1).cumsum(-1).flip(-1), 1.0),
+        ((read_dots + value_dots).squeeze(-1), 1.0),
     ]
 
 
@@ -256,20 +257,22 @@ def chunk_backward(
         *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs), grad_final.clone()
     )
     all_gates = make_gates(layout, inputs.g, inputs.beta, problem.dtype)
-    space = Workspace(inputs.v, problem.dtype)
+    space = Workspace(inputs.v, problem)
     for segments, room in zip(problem.groups(inputs.v.shape[0], inputs.v.shape[2]), all_kept, strict=True):
         group_initial, edges = pairs_of(initial, segments[0]), pairs_of(grads.initial, segments[0])
         grad_state = space.take("grad_state", edges.shape[1], width, values)
-        for segment in reversed(segments):
-            gates, kept = all_gates.part(segment), room.part(segment)
-            q, k, v = inputs.part(layout, segment)
-            within = within_chunks(space, problem, q, k, gates)
-            grad = layout.to_chunks(grad_out[segment.batch, :, segment.heads], segment.first, segment.end)
+        group, upstream = inputs.of_group(segments[0]), grad_out[segments[0].batch, :, segments[0].heads]
+        targets = Inputs(*grads[:5]).of_group(segments[0])
+        for segment, gates in reversed(list(zip(segments, all_gates.parts(segments), strict=True))):
+            kept = room.part(segment)
+            q, k, v = group.part(layout, segment)
+            within = within_chunks(space, q, k, gates, kept.row_factor, rows_are_copied=False)
+            drop_negligible_(within.decay)
+            grad = layout.to_chunks(upstream, segment.first, segment.end)
             flow = _flow(space, problem, segment, within, gates, kept, grad, grad_state, group_initial, edges)
-            for target, (value, factor) in zip(
-                grads, _input_gradients(space, problem, within, gates, kept, flow, v), strict=False
-            ):
-                with layout.writing(target[segment.batch, :, segment.heads], segment.first, segment.end) as place:
+            results = _input_gradients(space, problem, within, gates, kept, flow, v)
+            for target, (value, factor) in zip(targets, results, strict=True):
+                with layout.writing(target, segment.first, segment.end) as place:
                     torch.mul(value, factor, out=place)
     # Where the sum of log decays was clamped, the true gradient is zero and the computed one rounding noise.
     grads.g.masked_fill_(inputs.g <= -LOG_DECAY_FLOOR[problem.dtype] - 1, 0)

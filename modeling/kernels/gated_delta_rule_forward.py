@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
     def groups(self, batch: int, heads: int) -> list[list[Segment]]:
         """Return the segments of every group, in order. A group has all heads of some rows or some of one row."""
-        rows, columns = max(1, self.pairs // heads), min(heads, self.pairs)
+        rows, columns = max(1, self.pairs // heads), -(-heads // -(-heads // self.pairs))
         firsts = list(enumerate(range(0, self.layout.num_chunks, self.chunks)))
         if not firsts:
             return []
@@ -94,26 +94,27 @@ class Inputs(NamedTuple):
     g: Tensor
     beta: Tensor
 
+    def of_group(self, segment: Segment) -> "Inputs":
+        """Return those of the group that a segment belongs to."""
+        return Inputs(*(x[segment.batch, :, segment.heads] for x in self))
+
     def part(self, layout: ChunkLayout, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of a segment as [s, B, H, C, K or V]."""
-        q, k, v = (
-            layout.to_chunks(x[segment.batch, :, segment.heads], segment.first, segment.end)
-            for x in (self.q, self.k, self.v)
-        )
+        """Return q, k, v of a segment, given those of its group, as [s, B, H, C, K or V]."""
+        q, k, v = (layout.to_chunks(x, segment.first, segment.end) for x in (self.q, self.k, self.v))
         return q, k, v
 
 
 class Gates(NamedTuple):
-    """What decays and write strengths amount to inside each chunk.
+    """What decays and write strengths amount to inside each chunk; every tensor [chunks, B, H, rows, 1].
 
     Args:
-        beta: [chunks, B, H, C], write strength.
-        log_decay: [chunks, B, H, C], sum of the log decays from the chunk's start on.
-        log_decay_rest: [chunks, B, H, C], what rounding took from `log_decay`.
-        row_decay: [chunks, B, H, 2C], exp(G) for query rows, -exp(G) for key rows.
-        read: [chunks, B, H, 2C], exp(G) for query rows, -beta exp(G) for key rows.
-        write: [chunks, B, H, C], exp(G_C - G).
-        carry: [chunks, B, H, 1], exp(G_C).
+        beta: C rows, write strength.
+        log_decay: C rows, sum of the log decays from the chunk's start on.
+        log_decay_rest: C rows, what rounding took from `log_decay`.
+        row_decay: 2C rows, exp(G) for queries, -exp(G) for keys.
+        read: 2C rows, exp(G) for queries, -beta exp(G) for keys.
+        write: C rows, exp(G_C - G).
+        carry: one row, exp(G_C).
     """
 
     beta: Tensor
@@ -124,30 +125,50 @@ class Gates(NamedTuple):
     write: Tensor
     carry: Tensor
 
-    def part(self, segment: Segment) -> "Gates":
-        """Return those of a segment."""
-        return Gates(*(gate[segment.first : segment.end, segment.batch, segment.heads] for gate in self))
+    def parts(self, segments: list[Segment]) -> list["Gates"]:
+        """Return those of every segment of a group."""
+        of_group = (gate[:, segments[0].batch, segments[0].heads] for gate in self)
+        return [Gates(*part) for part in zip(*(gate.split(segments[0].end) for gate in of_group), strict=True)]
 
 
 class Workspace:
     """The buffers of one call, found again by name so that the next segment meets them warm in the cache."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.like, self.dtype, self.buffers = like, dtype, dict[str, Tensor]()
+    def __init__(self, like: Tensor, problem: "Problem") -> None:
+        self.like, self.dtype = like, problem.dtype
+        self.buffers: dict[str, Tensor] = {}
+        self.views: dict[tuple[str | int, ...], Tensor] = {}
+        self.halves: dict[tuple[str | int, ...], tuple[Tensor, Tensor, Tensor]] = {}
+        chunk = problem.layout.chunk_size
+        self.eye = torch.eye(chunk, dtype=self.dtype, device=like.device)
+        self.future = torch.full_like(self.eye, torch.inf).triu_(1)
+        self.minus_past = torch.full_like(self.eye, -1.0).tril_(-1)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return the buffer of that name, of that shape, filled with anything."""
-        numel = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < numel:
-            self.buffers[name] = self.like.new_empty(numel, dtype=self.dtype)
-        return self.buffers[name][:numel].view(shape)
+        """Return the buffer of that name in that shape, filled with anything."""
+        view = self.views.get((name, *shape))
+        if view is None:
+            numel = math.prod(shape)
+            if name not in self.buffers or self.buffers[name].numel() < numel:
+                self.buffers[name] = self.like.new_empty(numel, dtype=self.dtype)
+            view = self.views[(name, *shape)] = self.buffers[name][:numel].view(shape)
+        return view
+
+    def take_halves(self, name: str, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the buffer [..., 2C, columns] of that name, its upper and its lower C rows."""
+        halves = self.halves.get((name, *shape))
+        if halves is None:
+            whole = self.take(name, *shape)
+            halves = self.halves[(name, *shape)] = (whole, *whole.chunk(2, -2))
+        return halves
 
 
 class Within(NamedTuple):
     """What chunks compute without looking at a state: [s, B, H, 2C or C, K or C]."""
 
     rows: Tensor
-    row_norms: Tensor | None
+    queries: Tensor
+    keys: Tensor
     read: Tensor
     write: Tensor
     decay: Tensor
@@ -160,20 +181,26 @@ class Kept(NamedTuple):
         states: [segments - 1, p, K, V], the states between segments.
         updates: [chunks, p, C, V], U.
         inverse: [chunks, p, C, C], T.
+        row_factor: [chunks, p, 2C, 1], what queries and keys were multiplied by.
     """
 
     states: Tensor
     updates: Tensor
     inverse: Tensor
+    row_factor: Tensor
 
     def part(self, segment: Segment) -> "Kept":
-        """Return all states, and U and T of a segment."""
-        return Kept(self.states, self.updates[segment.first : segment.end], self.inverse[segment.first : segment.end])
+        """Return all states, and the rest for a segment."""
+        return Kept(self.states, *(x[segment.first : segment.end] for x in self[1:]))
 
 
-def floored_exp_(log_decay: Tensor, floor: float) -> Tensor:
-    """Turn log decays into decays in place, with exact zeros for the negligible ones and for -inf."""
-    return torch.nn.functional.threshold_(log_decay.clamp_(min=-floor).exp_(), math.exp(-floor) * 1.001, 0.0)
+def drop_negligible_(decay: Tensor) -> Tensor:
+    """Replace decays of exp(-floor), which stand for all smaller ones down to exp(-inf), by exact zeros, in place."""
+    return torch.nn.functional.threshold_(decay, 1.001 * math.exp(-LOG_DECAY_FLOOR[decay.dtype]), 0.0)
+
+
+def _decay(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    return drop_negligible_(log_decay.clamp(min=-LOG_DECAY_FLOOR[dtype]).exp_().to(dtype))
 
 
 def sum_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -184,62 +211,84 @@ def sum_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 def make_gates(layout: ChunkLayout, g: Tensor, beta: Tensor, dtype: torch.dtype) -> Gates:
     """Return the gates of all chunks for log decays `g` and write strengths `beta`, both [B, L, H]."""
     floor = LOG_DECAY_FLOOR[dtype]
-    beta = layout.to_chunks(beta, 0, layout.num_chunks).to(dtype)
+    g, beta = (layout.to_chunks(x, 0, layout.num_chunks).contiguous() for x in (g, beta))
+    beta = beta.to(dtype)
     # Summed in float64 and kept as a pair of numbers: differences of long sums would cost three digits at strong
     # decay. Clamped because -inf - -inf is not a number.
-    total = layout.to_chunks(g, 0, layout.num_chunks).to(torch.float64).clamp(min=-floor - 1).cumsum(-1)
+    total = g.to(sum_dtype(g.device, dtype)).clamp(min=-floor - 1).cumsum(-1)
     log_decay = total.to(dtype)
-    write = floored_exp_(total[..., -1:] - total, floor).to(dtype)
-    since = floored_exp_(total.clone(), floor).to(dtype)
+    rest = (total - log_decay).to(dtype)
+    write, since = _decay(total[..., -1:] - total, dtype), _decay(total, dtype)
     row_decay, read = torch.cat([since, -since], -1), torch.cat([since, -beta * since], -1)
-    return Gates(beta, log_decay, (total - log_decay).to(dtype), row_decay, read, write, since[..., -1:])
+    gates = (beta, log_decay, rest, row_decay, read, write, since[..., -1:])
+    return Gates(*(gate.unsqueeze(-1) for gate in gates))
 
 
-def within_chunks(space: Workspace, problem: Problem, q: Tensor, k: Tensor, gates: Gates) -> Within:
-    """Compute what needs no state, for chunks of queries and keys [s, B, H, C, K]."""
+def _take_norms(space: Workspace, problem: Problem, q: Tensor, k: Tensor, row_factor: Tensor) -> None:
+    """Fill `row_factor` [s, p, 2C, 1] with what queries and keys [s, B, H, C, K] are to be multiplied by."""
     chunk, width = k.shape[-2:]
-    lead = k.shape[:3]
-    rows = space.take("rows", *lead, 2 * chunk, width)
-    rows[..., :chunk, :].copy_(q)
-    rows[..., chunk:, :].copy_(k)
-    row_norms = None
     if problem.normalize:
-        row_norms = (
-            torch.linalg.vector_norm(rows.view(-1, width), dim=-1)
-            .square_()
-            .add_(L2_EPS)
-            .rsqrt_()
-            .view(*lead, 2 * chunk)
-        )
-        row_norms[..., :chunk].mul_(problem.scale)
-        rows.mul_(row_norms[..., None])
+        # Over rows that lie one after the other; over the strided inputs it would take several times as long.
+        rows, queries, keys = space.take_halves("rows", *k.shape[:3], 2 * chunk, width)
+        queries.copy_(q)
+        keys.copy_(k)
+        torch.linalg.vector_norm(rows.view(-1, width), dim=-1, out=row_factor.view(-1))
+        row_factor.square_().add_(L2_EPS).rsqrt_()
     else:
-        rows[..., :chunk, :].mul_(problem.scale)
-    read = torch.mul(rows, gates.read[..., None], out=space.take("read", *lead, 2 * chunk, width))
-    write = torch.mul(rows[..., chunk:, :], gates.write[..., None], out=space.take("write", *lead, chunk, width))
+        row_factor.fill_(1.0)
+    row_factor[:, :, :chunk].mul_(problem.scale)
+
+
+def within_chunks(
+    space: Workspace, q: Tensor, k: Tensor, gates: Gates, row_factor: Tensor, rows_are_copied: bool
+) -> Within:
+    """Compute what needs no state.
+
+    Args:
+        space: the call's buffers.
+        q: [s, B, H, C, K], queries as given.
+        k: [s, B, H, C, K], keys as given.
+        gates: the segment's.
+        row_factor: [s, p, 2C, 1], factor of queries above that of keys.
+        rows_are_copied: whether the buffer "rows" already holds queries and keys as given.
+
+    Returns:
+        The results; in `decay` negligible decays and those from the future are yet to be dropped.
+    """
+    *lead, chunk, width = k.shape
+    rows, queries, keys = space.take_halves("rows", *lead, 2 * chunk, width)
+    row_factor = row_factor.view(*lead, 2 * chunk, 1)
+    if rows_are_copied:
+        rows.mul_(row_factor)
+    else:
+        torch.mul(q, row_factor[..., :chunk, :], out=queries)
+        torch.mul(k, row_factor[..., chunk:, :], out=keys)
+    read = torch.mul(rows, gates.read, out=space.take("read", *lead, 2 * chunk, width))
+    write = torch.mul(keys, gates.write, out=space.take("write", *lead, chunk, width))
 
     decay = space.take("decay", *lead, chunk, chunk)
-    torch.sub(gates.log_decay[..., :, None], gates.log_decay[..., None, :], out=decay)
-    decay.add_(gates.log_decay_rest[..., :, None]).sub_(gates.log_decay_rest[..., None, :])
+    torch.sub(gates.log_decay, gates.log_decay.mT, out=decay)
+    decay.add_(gates.log_decay_rest).sub_(gates.log_decay_rest.mT)
     # The future is pushed below the floor before the exponential, which could be infinite there.
-    decay.sub_(decay.new_full((chunk, chunk), torch.inf).triu_(1))
-    return Within(rows, row_norms, read, write, floored_exp_(decay, LOG_DECAY_FLOOR[problem.dtype]))
+    decay.sub_(space.future).clamp_(min=-LOG_DECAY_FLOOR[space.dtype]).exp_()
+    return Within(rows, queries, keys, read, write, decay)
 
 
 def _scores_and_inverse(space: Workspace, within: Within, gates: Gates, inverse: Tensor) -> Tensor:
-    """Return lower(Q K^T) D as [n, C, C] and fill `inverse` [n, C, C] with T."""
-    lead, chunk, width = within.write.shape[:3], *within.write.shape[3:]
-    n = lead.numel()
-    rows = within.rows.view(n, 2 * chunk, width)
-    scores = torch.bmm(rows, rows[:, chunk:].mT, out=space.take("scores", n, 2 * chunk, chunk))
-    both = scores.view(*lead, 2, chunk, chunk)
-    system = torch.mul(both[..., 1, :, :], within.decay, out=space.take("system", *lead, chunk, chunk)).mul_(
-        gates.beta[..., None]
-    )
-    both[..., 0, :, :].mul_(within.decay)
-    eye = torch.eye(chunk, dtype=rows.dtype, device=rows.device)
-    torch.linalg.solve_triangular(system.view(n, chunk, chunk), eye, upper=False, unitriangular=True, out=inverse)
-    return scores[:, :chunk]
+    """Return lower(Q K^T) D as [n, C, C], fill `inverse` [n, C, C] with T, and make D exact."""
+    n, chunk, _ = inverse.shape
+    scores, upper, lower = space.take_halves("scores", n, 2 * chunk, chunk)
+    rows = within.rows.view(n, 2 * chunk, -1)
+    torch.bmm(rows, rows[:, chunk:].mT, out=scores)
+    decay = within.decay.view(n, chunk, chunk)
+    system = torch.mul(lower, decay, out=space.take("system", n, chunk, chunk))
+    system.view(within.decay.shape).mul_(gates.beta)
+    # The system is solved before negligible decays are dropped: between zeros, products of decays would become
+    # denormal. Of the inverse they are dropped afterwards.
+    torch.linalg.solve_triangular(system, space.eye, upper=False, unitriangular=True, out=inverse)
+    drop_negligible_(decay)
+    inverse.mul_(torch.sign(decay, out=system))
+    return upper.mul_(decay)
 
 
 def pairs_of(states: Tensor | None, segment: Segment) -> Tensor | None:
@@ -255,10 +304,10 @@ def state_at_start(layout: ChunkLayout, chunk: int, carried: Tensor | None, init
 
 
 def advance(state: Tensor | None, carry: Tensor, write: Tensor, update: Tensor, out: Tensor) -> Tensor:
-    """Return the state [p, K, V] after a chunk, in `out`."""
+    """Return the state [p, K, V] after a chunk, in `out`; `write` is [p, K, C]."""
     if state is None:
-        return torch.bmm(write.mT, update, out=out)
-    return torch.mul(state, carry, out=out).baddbmm_(write.mT, update)
+        return torch.bmm(write, update, out=out)
+    return torch.mul(state, carry, out=out).baddbmm_(write, update)
 
 
 def _scan(
@@ -281,11 +330,13 @@ def _scan(
         final: [D, p, K, V], filled with their last states.
     """
     s, p, chunk, _ = kept.updates.shape
-    width = within.rows.shape[-1]
-    carries = gates.carry.reshape(s, p, 1, 1).unbind(0)
-    reads, writes = within.read.view(s, p, 2 * chunk, width).unbind(0), within.write.view(s, p, chunk, width).unbind(0)
+    carries, inverses, updates = (
+        gates.carry.reshape(s, p, 1, 1).unbind(0),
+        kept.inverse.unbind(0),
+        kept.updates.unbind(0),
+    )
+    reads, writes = within.read.view(s, p, 2 * chunk, -1).unbind(0), within.write.view(s, p, chunk, -1).mT.unbind(0)
     targets, sources = pending.unbind(0), pending[:, :, chunk:].unbind(0)
-    inverses, updates = kept.inverse.unbind(0), kept.updates.unbind(0)
     for i in range(s):
         state = state_at_start(layout, first + i, state, initial)
         if state is not None:
@@ -296,18 +347,33 @@ def _scan(
             final[layout.last_chunks[first + i]].copy_(state)
 
 
-def _room_to_keep(
-    space: Workspace, problem: Problem, segments: list[Segment], p: int, widths: tuple[int, int], keep: bool
-) -> Kept:
-    """Return tensors for what a group's segments leave behind, or one segment's worth of the workspace."""
-    chunk, (width, values) = problem.layout.chunk_size, widths
+def _room_to_keep(space: Workspace, segments: list[Segment], p: int, inputs: Inputs, keep: bool) -> Kept:
+    """Return tensors for what a group's segments leave behind, or buffers that hold one segment's part of it."""
+    chunk, width, values = space.eye.shape[0], inputs.k.shape[-1], inputs.v.shape[-1]
+    count = segments[-1 if keep else 0].end
+    shapes = {
+        "states": ((len(segments) if keep else 1) - 1, p, width, values),
+        "updates": (count, p, chunk, values),
+        "inverse": (count, p, chunk, chunk),
+        "row_factor": (count, p, 2 * chunk, 1),
+    }
     if keep:
-        count = segments[-1].end
-        shapes = (len(segments) - 1, p, width, values), (count, p, chunk, values), (count, p, chunk, chunk)
-        return Kept(*(space.like.new_empty(shape, dtype=space.dtype) for shape in shapes))
-    count = segments[0].end
-    none = space.take("none", 0, p, width, values)
-    return Kept(none, space.take("updates", count, p, chunk, values), space.take("inverse", count, p, chunk, chunk))
+        return Kept(*(space.like.new_empty(shape, dtype=space.dtype) for shape in shapes.values()))
+    return Kept(*(space.take(name, *shape) for name, shape in shapes.items()))
+
+
+def _forward_segment(
+    space: Workspace, problem: Problem, qkv: tuple[Tensor, Tensor, Tensor], gates: Gates, kept: Kept
+) -> tuple[Within, Tensor, tuple[Tensor, Tensor]]:
+    """Fill T; return what needs no state, lower(Q K^T) D [n, C, C], and zeros above beta V, with their upper half."""
+    q, k, v = qkv
+    _take_norms(space, problem, q, k, kept.row_factor)
+    within = within_chunks(space, q, k, gates, kept.row_factor, rows_are_copied=problem.normalize)
+    scores = _scores_and_inverse(space, within, gates, kept.inverse.flatten(0, 1))
+    pending, zeros, writes = space.take_halves("pending", *v.shape[:3], 2 * v.shape[3], v.shape[4])
+    zeros.zero_()
+    torch.mul(v, gates.beta, out=writes)
+    return within, scores, (pending, zeros)
 
 
 def chunk_forward(
@@ -325,47 +391,29 @@ def chunk_forward(
     Returns:
         The output [B, L, H, V] in the dtype of `v`, and what backward needs of each group (nothing unless `keep`).
     """
-    layout, chunk = problem.layout, problem.layout.chunk_size
-    width, values = inputs.k.shape[-1], inputs.v.shape[-1]
+    layout = problem.layout
     all_gates = make_gates(layout, inputs.g, inputs.beta, problem.dtype)
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-    space, all_kept = Workspace(inputs.v, problem.dtype), []
+    space, all_kept = Workspace(inputs.v, problem), []
     for segments in problem.groups(inputs.v.shape[0], inputs.v.shape[2]):
         group_initial, group_final = pairs_of(initial, segments[0]), pairs_of(final, segments[0])
-        p, state = group_final.shape[1], None
-        buffer = space.take("state", p, width, values)
-        room = _room_to_keep(space, problem, segments, p, (width, values), keep)
-        for segment in segments:
-            gates = all_gates.part(segment)
-            q, k, v = inputs.part(layout, segment)
-            within = within_chunks(space, problem, q, k, gates)
-            if keep and state is not None:
-                room.states[segment.index - 1].copy_(state)
-            kept = (
-                room.part(segment) if keep else room.part(segment._replace(first=0, end=segment.end - segment.first))
+        buffer, state = space.take("state", *group_final.shape[1:]), None
+        room = _room_to_keep(space, segments, group_final.shape[1], inputs, keep)
+        group, target = inputs.of_group(segments[0]), out[segments[0].batch, :, segments[0].heads]
+        for segment, gates in zip(segments, all_gates.parts(segments), strict=True):
+            kept = room.part(segment if keep else segment._replace(first=0, end=segment.end - segment.first))
+            within, scores, (pending, reads) = _forward_segment(
+                space, problem, group.part(layout, segment), gates, kept
             )
-            scores = _scores_and_inverse(space, within, gates, kept.inverse.flatten(0, 1))
-            pending = space.take("pending", *v.shape[:3], 2 * chunk, values)
-            pending[..., :chunk, :].zero_()
-            torch.mul(v, gates.beta[..., None], out=pending[..., chunk:, :])
-            _scan(
-                layout,
-                segment.first,
-                within,
-                gates,
-                pending.flatten(1, 2),
-                kept,
-                state,
-                buffer,
-                group_initial,
-                group_final,
-            )
+            if keep and segment.index > 0:
+                room.states[segment.index - 1].copy_(buffer)
+            flat = pending.flatten(1, 2)
+            _scan(layout, segment.first, within, gates, flat, kept, state, buffer, group_initial, group_final)
             state = buffer
-            inside = torch.bmm(
-                scores, kept.updates.flatten(0, 1), out=space.take("inside", scores.shape[0], chunk, values)
-            )
-            with layout.writing(out[segment.batch, :, segment.heads], segment.first, segment.end) as place:
-                torch.add(inside.view(v.shape), pending[..., :chunk, :], out=place)
+            inside = space.take("inside", *scores.shape[:2], pending.shape[-1])
+            torch.bmm(scores, kept.updates.flatten(0, 1), out=inside)
+            with layout.writing(target, segment.first, segment.end) as place:
+                torch.add(inside.view(place.shape), reads, out=place)
         if keep:
             all_kept.append(room)
     return out, all_kept

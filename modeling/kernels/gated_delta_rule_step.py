@@ -30,9 +30,9 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     pair = torch.stack((k, q), dim=2).view(heads, 2, width).to(state.dtype)
     pair = pair * (pair * pair).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
     key, query = pair[:, 0], pair[:, 1]
-    memory.mul_(g.exp().view(heads, 1, 1))
+    memory.mul_(g.exp().reshape(heads, 1, 1))
     recalled = torch.bmm(pair, memory)
-    written = (v.reshape(heads, -1) - recalled[:, 0]) * beta.view(heads, 1)
+    written = (v.reshape(heads, -1) - recalled[:, 0]) * beta.reshape(heads, 1)
     memory.addcmul_(key[:, :, None], written[:, None, :])
     output = torch.addcmul(recalled[:, 1], (query * key).sum(-1, keepdim=True), written)
     return output.mul_(width**-0.5).view(*q.shape[:2], -1)

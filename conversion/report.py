@@ -6,9 +6,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from loopergy.conversion.weight_maps import layer_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Action = Literal["copied", "transformed", "fresh"]
 REPORT_FILE = "conversion_report.json"
@@ -136,7 +139,7 @@ class ConversionReport:
             )
         return "\n".join(lines + self.notes)
 
-    def table(self):
+    def table(self) -> "Table":
         """Return a `rich.table.Table`: tensors of the same layers with the same origin share a row."""
         from rich.table import Table
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loopergy.configuration.configuration_lt2 import LT2Config
+
 
 class ConversionError(ValueError):
     """A teacher cannot be converted; the text names what is not supported or which tensors do not fit."""
@@ -77,7 +79,7 @@ class MapFacts:
     initializer_range: float
 
     @classmethod
-    def from_config(cls, config) -> "MapFacts":
+    def from_config(cls, config: LT2Config) -> "MapFacts":
         """Read the facts off an `LT2Config`."""
         pre = ("input_layernorm", "post_attention_layernorm")
         sandwich = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
@@ -88,8 +90,8 @@ class MapFacts:
             mlp_bias=config.mlp_bias,
             early_exit_gate=config.early_exit_gate,
             tied=config.tie_word_embeddings,
-            num_key_value_groups=config.num_attention_heads // config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_key_value_groups=config.num_attention_heads // (config.num_key_value_heads or 1),
+            head_dim=config.head_dim or 0,
             gdn_use_gate=config.gdn_use_gate,
             gdn_use_short_conv=config.gdn_use_short_conv,
             initializer_range=config.initializer_range,
@@ -239,7 +241,7 @@ class WeightMap:
         return out
 
 
-def weight_map(config) -> WeightMap:
+def weight_map(config: LT2Config) -> WeightMap:
     """Build the map from an Ouro or Llama-shaped teacher to the student that `config` describes.
 
     The two families differ in their norms and the exit gate, which the config tells; the names are the same.

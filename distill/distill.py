@@ -184,7 +184,7 @@ class DistillTrainer(StageTrainer):
             )
         return DistillModule(student, teacher, args)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Tell the module how far training is; evaluation weighs the loops as at the end."""
         progress = self.state.global_step / max(self.state.max_steps, 1) if model.training else 1.0
         return super().compute_loss(model, {**inputs, "progress": progress}, *args, **kwargs)

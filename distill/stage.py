@@ -407,7 +407,7 @@ class StageTrainer(Trainer):
         steps = self.state.global_step - self._step_before
         return self.train_dataset.state_dict(self._rows_before + steps * self.args.rows_per_step)  # type: ignore[union-attr]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; with `resume_from_checkpoint=True` or a checkpoint's folder, go on as if never interrupted.
 
         Data with a `state_dict` (`PackedDataset`) are set to the next row; other data are read up to there.
@@ -431,13 +431,13 @@ class StageTrainer(Trainer):
         finally:
             self.args.ignore_data_skip = skip_before
 
-    def train_or_resume(self):
+    def train_or_resume(self) -> Any:
         """Train, from the last checkpoint in `output_dir` if an interrupted run left one."""
         folder = Path(self.args.output_dir)
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         return self.train(resume_from_checkpoint=last)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch the batches of a step; after a resume, set the random state again, which starting a loader moves."""
         samples = super().get_batch_samples(*args, **kwargs)
         if self._resumed_from is not None:

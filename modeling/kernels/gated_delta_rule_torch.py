@@ -27,7 +27,7 @@ from loopergy.modeling.kernels.gated_delta_rule_backward import chunk_backward
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS, Inputs, Kept, Problem, chunk_forward
 from loopergy.modeling.kernels.gated_delta_rule_traced import traced_gated_delta_rule
 
-# The rows and values of a segment, or the states of a group twice, are to fit a core's cache (2**18 numbers are 1 MB).
+# The rows and values of a segment, or four times the states of a group, are to fit a core's cache (2**18 numbers are 1 MB).
 # More pairs at once mean fewer, larger products; fewer chunks mean more states to keep.
 _CACHED_NUMBERS = 2**18
 _MOST_PAIRS = 16
@@ -254,7 +254,7 @@ def _cut(problem: Problem, inputs: Inputs) -> Problem:
     """Choose how much to work on at once."""
     threads = torch.get_num_threads() if inputs.v.device.type == "cpu" else 64
     (batch, _, heads, values), width = inputs.v.shape, inputs.k.shape[-1]
-    pairs = min(batch * heads, _MOST_PAIRS * threads, threads * _CACHED_NUMBERS // max(1, 2 * width * values))
+    pairs = min(batch * heads, _MOST_PAIRS * threads, threads * _CACHED_NUMBERS // max(1, 4 * width * values))
     pairs = max(1, pairs)
     numbers = pairs * problem.layout.chunk_size * (width + values)
     return problem._replace(pairs=pairs, chunks=max(_FEWEST_CHUNKS, threads * _CACHED_NUMBERS // max(1, numbers)))

@@ -117,6 +117,10 @@ def gated_delta_rule(
     return _on_torch(*arguments)
 
 
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -150,10 +154,10 @@ def _run_on_cuda(
         q=q,
         k=k,
         v=v,
-        g=g.to(torch.float32).clamp(min=_LOWEST_LOG_DECAY),
+        g=_at_least_float32(g).clamp(min=_LOWEST_LOG_DECAY),
         beta=beta,
         scale=scale,
-        initial_state=None if state is None else state.to(torch.float32),
+        initial_state=None if state is None else _at_least_float32(state),
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=normalize,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(v.device, torch.long),
@@ -240,5 +244,5 @@ def _keeps_layout(
     return (
         state is not None
         and state.shape == expected.shape
-        and torch.allclose(state.float(), expected, rtol=0.05, atol=0.05)
+        and torch.allclose(state.to(expected.dtype), expected, rtol=0.05, atol=0.05)
     )

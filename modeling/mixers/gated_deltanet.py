@@ -165,7 +165,9 @@ class GatedDeltaNet(nn.Module):
     def _convolve_step(self, qkv: torch.Tensor, cache: Cache, slot: int) -> torch.Tensor:
         """Convolve one token (B, channels) with the cached columns, and update them."""
         weight = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)).squeeze(1)
-        columns = torch.cat((cache.get_conv_state(slot)[..., 1:], qkv[..., None]), dim=-1)
+        past = cache.get_conv_state(slot)
+        past = qkv.new_zeros(*qkv.shape, self.conv_size) if past is None else past
+        columns = torch.cat((past[..., 1:], qkv[..., None]), dim=-1)
         cache.update_conv_state(columns, slot)
         return (columns * weight).sum(-1)
 

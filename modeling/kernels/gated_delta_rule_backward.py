@@ -1,18 +1,18 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """The hand-written backward of `gated_delta_rule_forward.py`, which explains the letters.
 
-With `dO` and `dS'` the gradients of a chunk's output and of the state after it, `E = exp(G)`, `W = exp(G_C - G) K`, `P
-= lower(Q K^T) D`:
+With `dO` and `dS'` the gradients of a chunk's output and of the state after it, `E = exp(G)`, `W = exp(G_C - G) K`
+and `P = lower(Q K^T) D`:
 
     dU = P^T dO + W dS'                      dR = T^T dU
     dS = exp(G_C) dS' + (E Q)^T dO - (beta E K)^T dR
     dP = (dO U^T) D                          dA = -strictly_lower(dR U^T) D
     dQ = E dO S^T + dP K
-    reads of K:   r = -E dR S^T + dA K       writes of K:   w = exp(G_C - G) U dS'^T + dP^T Q + (beta dA)^T K
+    r  = -E dR S^T + dA K                    w  = exp(G_C - G) U dS'^T + dP^T Q + (beta dA)^T K
     dK = beta r + w                          dV = beta dR
-    dbeta = k . r + v . dR                   dG = q . dq + beta k . r - k . w, and <dS', S'> more at the chunk's last
-    token
+    dbeta = k . r + v . dR                   dG = q . dq + beta k . r - k . w,  + <dS', S'> at the last token
 
+where `r` comes from keys that read the state and `w` from keys that write to it.
 Queries and keys that read carry `exp(+G)`, keys that write carry `exp(-G)`, which is why the gradient of `G` needs
 nothing but products of tensors with their own gradients. `dg` is the sum of `dG` from each token to the chunk's end.
 """
@@ -159,15 +159,13 @@ def _flow(
     ends = space.take("ends", s, p, width, values)
     starts = _replay(layout, segment.first, within, gates, kept, state, ends, initial)
 
-    stacked, rows = (
-        within.rows.view(n, 2 * chunk, width),
-        space.take("grad_rows", *grad_out.shape[:3], 2 * chunk, values),
-    )
-    rows[..., :chunk, :].copy_(grad_out)
+    stacked = within.rows.view(n, 2 * chunk, width)
+    rows, upper_rows, _ = space.take_halves("grad_rows", *grad_out.shape[:3], 2 * chunk, values)
+    upper_rows.copy_(grad_out)
     scores = torch.bmm(stacked[:, :chunk], stacked[:, chunk:].mT, out=space.take("scores", n, chunk, chunk))
     scores.mul_(within.decay.view(n, chunk, chunk))
     grad_updates = space.take("grad_updates", n, chunk, values)
-    torch.bmm(scores.mT, rows.view(n, 2 * chunk, values)[:, :chunk], out=grad_updates)
+    torch.bmm(scores.mT, upper_rows.flatten(0, 2), out=grad_updates)
     flow = _Flow(
         rows.flatten(1, 2),
         space.take("corrected", s, p, chunk, values),

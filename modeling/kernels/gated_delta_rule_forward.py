@@ -11,11 +11,12 @@ Inside a chunk of `C` tokens, with `G` the running sum of the log decays `g`, `D
     S <- exp(G_C) S + (exp(G_C - G) K)^T U
 
 No decay is ever turned round: only exponentials of numbers <= 0 are taken. The state passes through one product per
-chunk; all else is done for a segment of chunks at once, in buffers that stay in the processor's cache. Backward keeps
-the inputs and one state per segment and computes the rest again.
+chunk; all else is done for a segment of chunks at once, in buffers that stay in the processor's cache. Backward is
+left the inputs, T, U and one state per segment, and computes the rest again.
 
-Shape letters: B batch, L length, H heads, K key width, V value width, C tokens of a chunk, s chunks of a segment, p =
-B * H pairs worked on together, D documents. "Rows" are the C query rows of a chunk above its C key rows.
+Shape letters: B batch, L length, H heads, K key width, V value width, C tokens of a chunk, s chunks of a segment,
+p pairs of a row and a head that are worked on together, n = s * p, D documents. "Rows" are the C query rows of a chunk
+above its C key rows.
 
 Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464), section 3.3. Unlike there, T is not multiplied into K.
 """
@@ -311,10 +312,17 @@ def advance(state: Tensor | None, carry: Tensor, write: Tensor, update: Tensor, 
 
 
 def _scan(
-    layout: ChunkLayout, first: int, within: Within, gates: Gates, pending: Tensor, kept: Kept, state: Tensor | None,
-        buffer: Tensor,
-    initial: Tensor | None, final: Tensor,
-) -> None:  # fmt: skip
+    layout: ChunkLayout,
+    first: int,
+    within: Within,
+    gates: Gates,
+    pending: Tensor,
+    kept: Kept,
+    state: Tensor | None,
+    buffer: Tensor,
+    initial: Tensor | None,
+    final: Tensor,
+) -> None:
     """Carry the state through a segment.
 
     Args:
@@ -330,11 +338,8 @@ def _scan(
         final: [D, p, K, V], filled with their last states.
     """
     s, p, chunk, _ = kept.updates.shape
-    carries, inverses, updates = (
-        gates.carry.reshape(s, p, 1, 1).unbind(0),
-        kept.inverse.unbind(0),
-        kept.updates.unbind(0),
-    )
+    carries, inverses = gates.carry.reshape(s, p, 1, 1).unbind(0), kept.inverse.unbind(0)
+    updates = kept.updates.unbind(0)
     reads, writes = within.read.view(s, p, 2 * chunk, -1).unbind(0), within.write.view(s, p, chunk, -1).mT.unbind(0)
     targets, sources = pending.unbind(0), pending[:, :, chunk:].unbind(0)
     for i in range(s):

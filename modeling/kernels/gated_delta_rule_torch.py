@@ -27,8 +27,8 @@ from loopergy.modeling.kernels.gated_delta_rule_backward import chunk_backward
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS, Inputs, Kept, Problem, chunk_forward
 from loopergy.modeling.kernels.gated_delta_rule_traced import traced_gated_delta_rule
 
-# The rows and values of a segment, or four times the states of a group, are to fit a core's cache (2**18 numbers are 1 MB).
-# More pairs at once mean fewer, larger products; fewer chunks mean more states to keep.
+# The rows and values of a segment, or four times the states of a group, are to fit a core's cache: 2**18 numbers are
+# 1 MB. More pairs at once mean fewer, larger products; fewer chunks mean more states to keep.
 _CACHED_NUMBERS = 2**18
 _MOST_PAIRS = 16
 _FEWEST_CHUNKS = 4
@@ -50,11 +50,10 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the gated delta rule over sequences, chunk by chunk.
 
-    Memory is linear in T. Gradients reach q, k, v, g, beta and initial_state; they can be taken once, by a
-    hand-written backward that keeps the inputs, U, T and one state per segment. Where torch.compile, torch.export or
-    torch.func trace the call, a plain expression of the same chunks is used, and `recurrent_gated_delta_rule` is
-    differentiable any number of times. Log decays down to -inf are exact; decays under 6e-16 (float64: 2e-35) count as
-    zero inside a chunk.
+    Memory is linear in T. Gradients reach q, k, v, g, beta and initial_state through a hand-written backward, which
+    keeps the inputs, two small matrices per chunk and one state per segment of chunks. Where torch.compile,
+    torch.export or torch.func trace the call, and for gradients of gradients, a plain expression of the same chunks
+    is used. Any log decay down to -inf is allowed; decays under 6e-16 (float64: 2e-35) count as zero inside a chunk.
 
     Args:
         q: [B, T, H, K], queries. H may divide the number of value heads, each query and key head then serves a run of
@@ -79,17 +78,11 @@ def chunk_gated_delta_rule(
         ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
     """
     call = _checked(q, k, v, g, beta, scale, initial_state, cu_seqlens)
-    length = call.inputs.v.shape[1]
     if chunk_size is None:
-        longest = (
-            length
-            if call.boundaries is None
-            else max((stop - start for start, stop in pairwise(call.boundaries)), default=0)
-        )
-        chunk_size = max(1, min(longest, _LARGEST_CHUNK))
+        chunk_size = _chunk_size(call)
     elif chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
-    layout = chunk_layout(length, chunk_size, call.boundaries, q.device)
+    layout = chunk_layout(v.shape[1], chunk_size, call.boundaries, q.device)
     problem = Problem(layout, call.scale, use_qk_l2norm_in_kernel, call.dtype, 1, 1)
     with torch.autocast(q.device.type, enabled=False):
         if _is_traced():
@@ -248,6 +241,12 @@ def _one_step(call: _Call, normalize: bool, write: bool) -> tuple[Tensor, Tensor
         state = torch.mul(before, decay).addcmul_(key[:, :, None], written[:, None]) if write else None
     out = out.view(batch, 1, heads, values).to(call.inputs.v.dtype)
     return out, None if state is None else state.view(batch, heads, -1, values)
+
+
+def _chunk_size(call: _Call) -> int:
+    """Return the length of the longest document, but no more than what is fastest for long ones."""
+    documents = pairwise(call.boundaries or [0, call.inputs.v.shape[1]])
+    return max(1, min(max(stop - start for start, stop in documents), _LARGEST_CHUNK))
 
 
 def _cut(problem: Problem, inputs: Inputs) -> Problem:

@@ -4,10 +4,11 @@
     python benchmarks/bench_decode.py                     # table on screen
     python benchmarks/bench_decode.py --output decode.json
 
-Weights are random (speed does not depend on them). Rows, interleaved in one process, medians of process CPU time on one
-thread:
+Weights are random (speed does not depend on them). Rows, interleaved in one process, medians of process CPU time on
+one thread:
 
-- `ouro, concatenating`: Ouro with `DynamicCache(config=...)`, which copies the past at each token as published code does;
+- `ouro, concatenating`: Ouro with `DynamicCache(config=...)`, which copies the past at each token as published code
+  does;
 - `ouro`: the same model with the cache that `generate` makes, which writes in place;
 - `ouro, shared slots`: the same with `kv_sharing="last"`;
 - `hybrid`: the model converted to Gated DeltaNet with a quarter of the layers kept.

@@ -251,13 +251,13 @@ def chunk_backward(
         The gradients. That of `initial` is the gradient of the final state for documents without tokens.
     """
     layout, values, width = problem.layout, inputs.v.shape[-1], inputs.k.shape[-1]
-    grads = Gradients(
-        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs), grad_final.clone()
-    )
+    empty = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    grads = Gradients._make((*empty, grad_final.clone()))
     all_gates = make_gates(layout, inputs.g, inputs.beta, problem.dtype)
     space = Workspace(inputs.v, problem)
     for segments, room in zip(problem.groups(inputs.v.shape[0], inputs.v.shape[2]), all_kept, strict=True):
-        group_initial, edges = pairs_of(initial, segments[0]), pairs_of(grads.initial, segments[0])
+        group_initial = None if initial is None else pairs_of(initial, segments[0])
+        edges = pairs_of(grads.initial, segments[0])
         grad_state = space.take("grad_state", edges.shape[1], width, values)
         group, upstream = inputs.of_group(segments[0]), grad_out[segments[0].batch, :, segments[0].heads]
         targets = Inputs(*grads[:5]).of_group(segments[0])

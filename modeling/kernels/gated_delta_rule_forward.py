@@ -160,7 +160,8 @@ class Workspace:
         halves = self.halves.get((name, *shape))
         if halves is None:
             whole = self.take(name, *shape)
-            halves = self.halves[(name, *shape)] = (whole, *whole.chunk(2, -2))
+            upper, lower = whole.chunk(2, -2)
+            halves = self.halves[(name, *shape)] = (whole, upper, lower)
         return halves
 
 
@@ -197,7 +198,7 @@ class Kept(NamedTuple):
 
 def drop_negligible_(decay: Tensor) -> Tensor:
     """Replace decays of exp(-floor), which stand for all smaller ones down to exp(-inf), by exact zeros, in place."""
-    return torch.nn.functional.threshold_(decay, 1.001 * math.exp(-LOG_DECAY_FLOOR[decay.dtype]), 0.0)
+    return torch.threshold_(decay, 1.001 * math.exp(-LOG_DECAY_FLOOR[decay.dtype]), 0.0)
 
 
 def _decay(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
@@ -292,9 +293,9 @@ def _scores_and_inverse(space: Workspace, within: Within, gates: Gates, inverse:
     return upper.mul_(decay)
 
 
-def pairs_of(states: Tensor | None, segment: Segment) -> Tensor | None:
+def pairs_of(states: Tensor, segment: Segment) -> Tensor:
     """Return a group's part [D, p, K, V] of states [D, B, H, K, V]; always a view."""
-    return None if states is None else states[:, segment.batch, segment.heads].flatten(1, 2)
+    return states[:, segment.batch, segment.heads].flatten(1, 2)
 
 
 def state_at_start(layout: ChunkLayout, chunk: int, carried: Tensor | None, initial: Tensor | None) -> Tensor | None:
@@ -401,7 +402,8 @@ def chunk_forward(
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     space, all_kept = Workspace(inputs.v, problem), []
     for segments in problem.groups(inputs.v.shape[0], inputs.v.shape[2]):
-        group_initial, group_final = pairs_of(initial, segments[0]), pairs_of(final, segments[0])
+        group_initial = None if initial is None else pairs_of(initial, segments[0])
+        group_final = pairs_of(final, segments[0])
         buffer, state = space.take("state", *group_final.shape[1:]), None
         room = _room_to_keep(space, segments, group_final.shape[1], inputs, keep)
         group, target = inputs.of_group(segments[0]), out[segments[0].batch, :, segments[0].heads]

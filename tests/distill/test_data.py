@@ -71,6 +71,21 @@ def test_resuming_from_a_state_gives_the_rows_that_would_have_come(byte_tokenize
     assert second.state_dict()["rows"] == 30
 
 
+def test_a_run_can_be_resumed_twice_within_one_long_document(byte_tokenizer):
+    """Guards I7."""
+    text = ["a long document " * 20]
+    whole = rows(PackedDataset(text, byte_tokenizer, 7, split="all"), 12)
+    state, got = None, []
+    for _ in range(4):
+        data = PackedDataset(text, byte_tokenizer, 7, split="all")
+        if state is not None:
+            data.load_state_dict(state)
+        got += rows(data, 3)
+        state = data.state_dict()
+    for row, expected in zip(got, whole, strict=True):
+        assert torch.equal(row["input_ids"], expected["input_ids"])
+
+
 def test_the_state_of_a_row_that_was_not_given_out_is_an_error(byte_tokenizer):
     data = PackedDataset(TEXTS, byte_tokenizer, 7, split="all")
     rows(data, 2)

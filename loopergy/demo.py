@@ -220,6 +220,7 @@ def train_tiny_ouro(folder: Path, steps: int = 240) -> None:
             save_strategy="no",
             report_to="none",
             remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
         )
         module = PretrainModule(model)  # type: ignore[arg-type]
         Trainer(model=module, args=args, train_dataset=data, data_collator=LanguageModelCollator(0)).train()

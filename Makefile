@@ -41,7 +41,7 @@ $(VENV)/.demo: $(VENV)/.dev
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.demo
-	$(BIN)/loopergy demo --output demo-output $(DEMO)
+	OMP_WAIT_POLICY=passive $(BIN)/loopergy demo --output demo-output $(DEMO)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2

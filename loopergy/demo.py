@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,56 +48,6 @@ from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 
 TEACHERS = ("auto", "smollm2", "ouro-tiny")
-_COMMON = {"save_strategy": "no", "disable_tqdm": False, "logging_steps": 5, "warmup_steps": 0.1}
-RECIPES: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "teacher": "smollm2",
-        "data": "offline:prose",
-        "dtype": "float32",
-        "align": {**_COMMON, "length": 256, "target_tokens": 12288, "per_device_train_batch_size": 1},
-        "select": {"keep": 8, "num_tokens": 512, "length": 256},
-        "distill": {
-            **_COMMON,
-            "length": 256,
-            "target_tokens": 12288,
-            "per_device_train_batch_size": 1,
-            "learning_rate": 3e-4,
-            "body_learning_rate": 3e-5,
-            "lr_scheduler_type": "cosine",
-        },
-        "extend": {
-            **_COMMON,
-            "length": 1024,
-            "target_tokens": 2048,
-            "per_device_train_batch_size": 1,
-            "logging_steps": 1,
-        },
-        "evaluate": {"num_tokens": 3072, "length": 512},
-    },
-    "ouro-tiny": {
-        "teacher": "ouro-tiny",
-        "data": "offline:prose",
-        "align": {**_COMMON, "length": 128, "target_tokens": 61440, "per_device_train_batch_size": 8},
-        "select": {"keep": 1, "num_tokens": 4096, "length": 256, "batch_size": 4},
-        "distill": {
-            **_COMMON,
-            "length": 256,
-            "target_tokens": 81920,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "body_learning_rate": 1e-4,
-            "lr_scheduler_type": "cosine",
-        },
-        "extend": {
-            **_COMMON,
-            "length": 512,
-            "target_tokens": 8192,
-            "per_device_train_batch_size": 2,
-            "logging_steps": 1,
-        },
-        "evaluate": {"num_tokens": 16384, "length": 256, "batch_size": 4},
-    },
-}
 _CONTEXTS = {"smollm2": (256, 512, 1024, 2048), "ouro-tiny": (256, 1024, 4096, 8192)}
 _TITLES = {"smollm2": "SmolLM2-135M-Instruct", "ouro-tiny": "A tiny Ouro"}
 _PROMPTS = {
@@ -114,6 +65,12 @@ _SAME_IN_PYTHON = {
     "distill": "DistillTrainer(student, teacher, DistillConfig(target_tokens=...), data).train()",
     "extend": "ExtendTrainer(student, None, ExtendConfig(length=...), data).train()",
 }
+
+
+def demo_recipe(kind: str) -> Recipe:
+    """Read the recipe `recipes/demo-<kind>.yaml`, which travels with the package."""
+    with as_file(files("loopergy.recipes") / f"demo-{kind}.yaml") as file:
+        return Recipe.from_yaml(file)
 
 
 def choose_teacher(teacher: str) -> str:
@@ -311,8 +268,7 @@ def run_demo(teacher: str = "auto", output: str | Path = "demo") -> Report:
             train_tiny_ouro(folder / "teacher")
         model = resolve_teacher(folder / "teacher")
         tokenizer = AutoTokenizer.from_pretrained(str(folder / "teacher"))
-    recipe = Recipe.from_dict(RECIPES[kind])
-    run = RecipeRun(recipe, folder, model, tokenizer, _narrator(console))
+    run = RecipeRun(demo_recipe(kind), folder, model, tokenizer, _narrator(console))
     report = run.run()
     report.title = f"{_TITLES[kind]}, made a linear-time hybrid"
     _link(run.student_folder(), folder / "student")

@@ -118,13 +118,6 @@ def test_recipes_of_the_repository_are_read(file):
             assert isinstance(bf16, bool)
 
 
-def test_the_demo_runs_its_recipes():
-    demo = pytest.importorskip("loopergy.demo")
-    for name, values in demo.RECIPES.items():
-        file = next(path for path in RECIPES if path.stem == f"demo-{name}")
-        assert Recipe.from_yaml(file) == Recipe.from_dict(values)
-
-
 def test_numbers_are_read_as_everyone_writes_them(tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text(

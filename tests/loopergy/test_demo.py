@@ -1,7 +1,6 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """The demo: what it promises to write, with small budgets in the quick suite and for real in the slow one."""
 
-import copy
 import json
 
 import pytest
@@ -31,12 +30,12 @@ def check_output(folder):
 
 
 def test_the_looped_path_runs_whole_with_tiny_budgets_and_again_without_training(tmp_path, monkeypatch):
-    recipes = copy.deepcopy(demo.RECIPES)
-    for name in ("align", "distill", "extend"):
-        recipes["ouro-tiny"][name].update(target_tokens=128, length=32, per_device_train_batch_size=2)
-    recipes["ouro-tiny"]["select"].update(num_tokens=64, length=32)
-    recipes["ouro-tiny"]["evaluate"].update(num_tokens=128, length=32)
-    monkeypatch.setattr(demo, "RECIPES", recipes)
+    recipe = demo.demo_recipe("ouro-tiny")
+    for stage in (recipe.align, recipe.distill, recipe.extend):
+        stage.update(target_tokens=128, length=32, per_device_train_batch_size=2)
+    recipe.select.update(num_tokens=64, length=32)
+    recipe.evaluate.update(num_tokens=128, length=32)
+    monkeypatch.setattr(demo, "demo_recipe", lambda kind: recipe)
     monkeypatch.setattr(demo, "_CONTEXTS", {"ouro-tiny": (8, 16)})
     train = demo.train_tiny_ouro
     monkeypatch.setattr(demo, "train_tiny_ouro", lambda folder: train(folder, steps=2))

@@ -346,7 +346,7 @@ def test_weights_are_never_read_from_a_pickle_that_may_run_code():
 def test_the_wheel_lists_every_folder_with_code():
     tomllib = pytest.importorskip("tomllib")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    folders = {shown(p.parent) for p in python_files("loopergy", *ROOMS) if p.name == "__init__.py"}
+    folders = {shown(p.parent) for p in python_files("loopergy", "recipes", *ROOMS) if p.name == "__init__.py"}
     expected = {f if f == "loopergy" else "loopergy." + f.replace("/", "."): f for f in folders}
     assert settings["package-dir"] == expected
     assert sorted(settings["packages"]) == sorted(expected)

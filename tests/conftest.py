@@ -28,10 +28,6 @@ TRANSFORMERS_MARKERS = (
     "generate",
     "torch_compile_test",
 )
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,26 +61,6 @@ def topics() -> list[str]:
 @pytest.fixture(scope="session")
 def topics_tokenizer(topics):
     """Train a byte-level BPE of 1,024 tokens on the topics, with Ouro's special tokens at Ouro's ids 0, 1 and 2."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from loopergy.demo import train_tokenizer
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(topics, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=special[1],
-        eos_token=special[2],
-        pad_token=special[0],
-        padding_side="left",
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return train_tokenizer(topics, 1024)

@@ -432,9 +432,10 @@ def test_a_growing_layer_holds_what_a_concatenating_layer_holds(operations, seed
         batch = batch if theirs.is_initialized else 2
 
 
-@pytest.mark.parametrize("kind", ["ouro", "lt2"])
+@pytest.mark.parametrize("kind", ["ouro", "lt2", "lt2-without-conv"])
 def test_a_cache_filled_in_inference_mode_can_be_continued_outside_it(make_ouro, make_lt2, make_ids, kind):
-    model, ids = make_ouro() if kind == "ouro" else make_lt2(layer_mixers="gdn,full"), make_ids(1, 9)
+    ids = make_ids(1, 9)
+    model = make_ouro() if kind == "ouro" else make_lt2(layer_mixers="gdn,full", gdn_use_short_conv=kind == "lt2")
     with torch.inference_mode():
         # The second forward leaves room in the buffers, which then are inference tensors.
         cache = model(ids[:, :6], use_cache=True).cache

@@ -249,6 +249,16 @@ def test_more_loops_are_taken_for_a_higher_threshold(make_ouro, make_ids):
 
 
 @torch.no_grad()
+def test_padding_takes_no_part_in_the_later_loops_of_early_exit(make_ouro, make_ids):
+    model, mask = make_ouro(num_loops=4), torch.tensor([[0] * 5 + [1] * 7])
+    model.model.early_exit_gate.bias.fill_(-50.0)
+    passed = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *call: passed.append(call[-1].shape[:2].numel()))
+    model(make_ids(1, 12), attention_mask=mask, exit_threshold=0.9)
+    assert passed == [12, 7, 7, 7]
+
+
+@torch.no_grad()
 def test_early_exit_generates_the_same_with_and_without_cache(make_ouro, make_ids):
     model, ids = make_ouro(early_exit_threshold=0.5), make_ids(2, 6)
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

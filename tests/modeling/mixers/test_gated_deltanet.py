@@ -111,6 +111,16 @@ def test_without_decay_and_with_orthonormal_keys_values_come_back_exactly():
     torch.testing.assert_close(keys[0, :, 0] @ state[0, 0], values[0, :, 0], rtol=0, atol=1e-12)
 
 
+@torch.no_grad()
+def test_not_even_nan_at_padding_reaches_a_real_token():
+    """Guards B1: a padded row of attention may be NaN, and NaN times a mask of 0 still is."""
+    mixer, mask = build(), torch.tensor([[0, 0, 1, 1, 0, 1, 1]])
+    x = torch.randn(1, 7, 64, dtype=torch.float64)
+    expected = mixer(x[:, mask[0].bool()])[0]
+    x[:, ~mask[0].bool()] = torch.nan
+    torch.testing.assert_close(mixer(x, attention_mask=mask)[0][:, mask[0].bool()], expected, rtol=0, atol=1e-12)
+
+
 def test_a_mixer_built_alone_has_the_start_of_one_in_a_model():
     """Guards F14."""
     config = LT2Config.from_preset("tiny", layer_mixers="gdn", gdn_num_heads=64, gdn_head_dim=1)

@@ -398,6 +398,11 @@ def main() -> None:
         typer.echo(f"loopergy: {error}", err=True)
         typer.echo("(loopergy --debug VERB ... shows where it came from)", err=True)
         raise SystemExit(2) from None
+    finally:
+        # A process group that is still open when Python ends can abort a run that is already complete.
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -238,6 +238,9 @@ for stage in STAGES:
     result[stage] = [history(trainer), history(trainer, "grad_norm"), total]
 if os.environ.get("RANK", "0") == "0":
     json.dump(result, open(sys.argv[1] + "/result.json", "w"))
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 

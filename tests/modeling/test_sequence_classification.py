@@ -26,7 +26,7 @@ def test_the_score_is_that_of_the_last_real_token(classifier, make_ids, side):
     # A real token that happens to be the padding id counts as real when the mask says so.
     ids[0, -1] = 0
     padded = torch.nn.functional.pad(ids, pads, value=0)
-    expected = classifier(ids, attention_mask=torch.ones_like(ids)).logits
+    expected = classifier.score(classifier.model(ids).last_hidden_state[:, -1])
     torch.testing.assert_close(classifier(padded, attention_mask=mask).logits, expected, rtol=0, atol=1e-5)
 
 

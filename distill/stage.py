@@ -319,7 +319,7 @@ class StageTrainer(Trainer):
 
     def build_module(self, student: LT2ForCausalLM, teacher: PreTrainedModel | None, args: StageConfig) -> StageModule:
         """Build the module whose forward is the stage's loss, with the right parameters frozen."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must build the module whose forward is its loss")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Group parameters by learning rate (mixers, body) and weight decay (matrices only)."""

@@ -200,8 +200,8 @@ class LT2Model(LT2PreTrainedModel):
         hidden_states = embeds
         for loop, slots in enumerate(inputs.plan.table):
             loop_input = hidden_states
-            for layer_idx, (layer, slot) in enumerate(zip(self.layers, slots, strict=True)):
-                layer_type, window = self.config.visit(loop, layer_idx)
+            for layer, slot in zip(self.layers, slots, strict=True):
+                layer_type, window = inputs.plan.layer_types[slot], inputs.plan.windows[slot]
                 visit = recurrent_inputs
                 if layer_type != RECURRENT:
                     visit = {

@@ -9,7 +9,7 @@ state, and the output needs no second pass over it: with S the decayed state and
 import torch
 from torch import Tensor
 
-L2_EPS = 1e-6
+from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
 
 
 def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:

@@ -247,29 +247,26 @@ def open_cache(
     return cache
 
 
-class LoopedGenerationMixin(GenerationMixin):
-    """Prepare caches with one slot per (loop, layer) for `generate`, whatever `num_loops` it is called with."""
+class RoomyGenerationMixin(GenerationMixin):
+    """Prepare caches for `generate` that write new tokens in place, sized by what the model says it keeps."""
 
     config: Any
     device: torch.device
+
+    def cache_config(self, model_kwargs: dict) -> Any:
+        """Return the config that describes the cache of a `generate` call with these arguments."""
+        return self.config
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         given = model_kwargs.get("cache") is not None
-        kinds = set(self.config.slot_plan().layer_types)
-        if generation_config.cache_implementation == "quantized" and kinds != {FULL}:
-            raise ValueError(
-                "cache_implementation='quantized' stores keys and values of full attention only, and this model has "
-                f"{sorted(kinds)}. Leave cache_implementation out to use the default cache."
-            )
-        model = self
-        num_loops = resolve_num_loops(self.config, model_kwargs.get("num_loops"))
-        if num_loops != self.config.num_loops and not given:
-            # The parent sizes the cache by `self.config`; a shallow stand-in carries the one with other loops.
+        model, config = self, self.cache_config(model_kwargs)
+        if config is not self.config and not given:
+            # The parent sizes the cache by `self.config`; a shallow stand-in carries the one that describes it.
             model = copy.copy(self)
-            model.config = self.config.decoder_view(num_loops)
-        super(LoopedGenerationMixin, model)._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            model.config = config
+        super(RoomyGenerationMixin, model)._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         cache = model_kwargs.get("cache")
@@ -280,6 +277,24 @@ class LoopedGenerationMixin(GenerationMixin):
             cache.offloading = False
         if type(cache) is DynamicCache and not cache.offloading:
             with_growing_layers(cache)
+
+
+class LoopedGenerationMixin(RoomyGenerationMixin):
+    """Prepare caches with one slot per (loop, layer) for `generate`, whatever `num_loops` it is called with."""
+
+    def cache_config(self, model_kwargs: dict) -> Any:
+        """Return the decoder view for the number of loops that will run."""
+        num_loops = resolve_num_loops(self.config, model_kwargs.get("num_loops"))
+        return self.config if num_loops == self.config.num_loops else self.config.decoder_view(num_loops)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        kinds = set(self.config.slot_plan().layer_types)
+        if generation_config.cache_implementation == "quantized" and kinds != {FULL}:
+            raise ValueError(
+                "cache_implementation='quantized' stores keys and values of full attention only, and this model has "
+                f"{sorted(kinds)}. Leave cache_implementation out to use the default cache."
+            )
+        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse continuous batching, whose paged cache has one slot per physical layer.

@@ -42,7 +42,7 @@ from loopergy.modeling.looped_outputs import (
 )
 from loopergy.modeling.mixers.attention import Attention
 from loopergy.modeling.mixers.gated_deltanet import GatedDeltaNet
-from loopergy.modeling.sequence_classification import LoopedForSequenceClassification
+from loopergy.modeling.sequence_classification import LastTokenClassification
 
 
 def build_mixer(config: LT2Config, layer_idx: int) -> nn.Module:
@@ -322,7 +322,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         return looped_masks(config, inputs, inputs_embeds, attention_mask)
 
 
-class LT2ForSequenceClassification(LoopedForSequenceClassification, LT2PreTrainedModel):
+class LT2ForSequenceClassification(LastTokenClassification, LT2PreTrainedModel):
     """Classify sequences by the last loop's state at the last real token."""
 
     base_model_class = LT2Model

@@ -37,7 +37,7 @@ from loopergy.modeling.looped_outputs import (
     mix_loops,
 )
 from loopergy.modeling.mixers.attention import ActiveTokens, Attention
-from loopergy.modeling.sequence_classification import LoopedForSequenceClassification
+from loopergy.modeling.sequence_classification import LastTokenClassification
 
 
 class OuroDecoderLayer(GradientCheckpointingLayer):
@@ -370,7 +370,7 @@ class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin, GenerationMixi
         )
 
 
-class OuroForSequenceClassification(LoopedForSequenceClassification, OuroPreTrainedModel):
+class OuroForSequenceClassification(LastTokenClassification, OuroPreTrainedModel):
     """Classify sequences by the last loop's state at the last real token."""
 
     base_model_class = OuroModel

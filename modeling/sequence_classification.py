@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Classify sequences with a looped model: a linear score of the last real token."""
+"""Classify sequences: a linear score of the last real token."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 
-class LoopedForSequenceClassification(PreTrainedModel if TYPE_CHECKING else object):
-    """Add the classification head to a looped base model, which the subclass names in `base_model_class`.
+class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
+    """Add the classification head to a base model, which the subclass names in `base_model_class`.
 
     transformers' generic head builds its base model through the Auto classes, which asks for trust when the code is
     loaded from the Hub; this one does not.

@@ -3,13 +3,15 @@
 
 import functools
 import io
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from loopergy.distill.select import Selection
+
+_Drawn = TypeVar("_Drawn")
 
 INK, MUTED, PAPER = "#1f2a37", "#8a94a3", "#ffffff"
 FULL_COLOUR, LINEAR_COLOUR = "#e8833a", "#dbe4ee"
@@ -42,25 +44,25 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def _figure(rows: int = 1, columns: int = 1, **options: Any) -> tuple["Figure", Any]:
+def new_figure(rows: int = 1, columns: int = 1, squeeze: bool = True, **options: Any) -> tuple["Figure", Any]:
     """Make a figure outside pyplot's state."""
     from matplotlib.figure import Figure
 
     figure = Figure(**options)
-    return figure, figure.subplots(rows, columns)
+    return figure, figure.subplots(rows, columns, squeeze=squeeze)
 
 
-def _styled(draw):
+def styled(draw: Callable[..., _Drawn]) -> Callable[..., _Drawn]:
     """Draw under the report's style, without changing matplotlib's settings for the rest of the process."""
 
     @functools.wraps(draw)
-    def styled(*args: Any, **kwargs: Any):
+    def drawn(*args: Any, **kwargs: Any) -> _Drawn:
         import matplotlib
 
         with matplotlib.rc_context(_STYLE):
             return draw(*args, **kwargs)
 
-    return styled
+    return drawn
 
 
 def to_svg(figure: "Figure") -> str:
@@ -74,7 +76,7 @@ def to_svg(figure: "Figure") -> str:
     return text[text.index("<svg") :]
 
 
-@_styled
+@styled
 def draw_plan(kept: Sequence[int], num_layers: int, loops: int, scores: Mapping[int, float] | None = None) -> "Figure":
     """Draw the grid of loops and layers, kept layers lit, with the importance of each layer as a bar above.
 
@@ -141,7 +143,7 @@ def draw_selection(selection: "Selection") -> "Figure":
     return draw_plan(selection.kept_layers, selection.num_layers, loops, selection.scores)
 
 
-@_styled
+@styled
 def draw_losses(losses: Mapping[str, Sequence[tuple[float, float]]]) -> "Figure":
     """Draw the loss of every stage against the tokens it has seen.
 
@@ -152,7 +154,7 @@ def draw_losses(losses: Mapping[str, Sequence[tuple[float, float]]]) -> "Figure"
         `Figure`: One panel a stage.
     """
     names = [name for name, points in losses.items() if points]
-    figure, axes = _figure(1, max(1, len(names)), figsize=(3.4 * max(1, len(names)), 2.6))
+    figure, axes = new_figure(1, max(1, len(names)), figsize=(3.4 * max(1, len(names)), 2.6))
     titles = {
         "teacher": "pre-training (CE)",
         "align": "align (MSE)",
@@ -182,7 +184,7 @@ def _few_ticks() -> Any:
     return MaxNLocator(nbins=4)
 
 
-@_styled
+@styled
 def draw_quality(kl: Mapping[str, float], perplexity: Mapping[str, float]) -> "Figure":
     """Draw held-out KL and perplexity of every model as bars with their numbers.
 
@@ -193,7 +195,7 @@ def draw_quality(kl: Mapping[str, float], perplexity: Mapping[str, float]) -> "F
     Returns:
         `Figure`: Two panels.
     """
-    figure, axes = _figure(1, 2, figsize=(9.2, 2.9))
+    figure, axes = new_figure(1, 2, figsize=(9.2, 2.9))
     panels = (("KL to the teacher, held-out text (nats)", kl), ("Perplexity, held-out text (log scale)", perplexity))
     for axis, (title, values) in zip(axes, panels, strict=True):
         names = list(values)
@@ -213,7 +215,7 @@ def draw_quality(kl: Mapping[str, float], perplexity: Mapping[str, float]) -> "F
     return figure
 
 
-@_styled
+@styled
 def draw_decoding(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Draw cache bytes and decoding speed against the context length, one line a model.
 
@@ -223,7 +225,7 @@ def draw_decoding(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     Returns:
         `Figure`: Two panels.
     """
-    figure, axes = _figure(1, 2, figsize=(9.2, 2.9))
+    figure, axes = new_figure(1, 2, figsize=(9.2, 2.9))
     models = list(dict.fromkeys(row["model"] for row in rows))
     for model in models:
         own = [row for row in rows if row["model"] == model]

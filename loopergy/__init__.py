@@ -14,9 +14,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from loopergy.configuration.configuration_lt2 import LT2Config
+from loopergy.configuration.configuration_nrgpt import NRGPTConfig
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.modeling.kernels.kernel_backends import kernel_backend
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM, LT2ForSequenceClassification, LT2Model, LT2PreTrainedModel
+from loopergy.modeling.modeling_nrgpt import (
+    NRGPTForCausalLM,
+    NRGPTForSequenceClassification,
+    NRGPTModel,
+    NRGPTPreTrainedModel,
+)
 from loopergy.modeling.modeling_ouro import (
     OuroForCausalLM,
     OuroForSequenceClassification,
@@ -31,15 +38,18 @@ if TYPE_CHECKING:
     from loopergy.distill.distill import DistillConfig, DistillTrainer
     from loopergy.distill.extend import ExtendConfig, ExtendTrainer
     from loopergy.distill.select import Selection, select_layers
+    from loopergy.energy_trace import EnergyTrace, trace
+    from loopergy.hub_export import export, push
 
 __version__ = version("loopergy")
 
 logger = logging.get_logger(__name__)
 
 # One row a family: config, base model, causal language model, sequence classifier.
-_FAMILIES = (
+FAMILIES = (
     (OuroConfig, OuroModel, OuroForCausalLM, OuroForSequenceClassification),
     (LT2Config, LT2Model, LT2ForCausalLM, LT2ForSequenceClassification),
+    (NRGPTConfig, NRGPTModel, NRGPTForCausalLM, NRGPTForSequenceClassification),
 )
 
 # Public names of the rooms that load on first use, by the file that has them.
@@ -50,6 +60,8 @@ _LAZY = {
     "loopergy.distill.distill": ("DistillConfig", "DistillTrainer"),
     "loopergy.distill.extend": ("ExtendConfig", "ExtendTrainer"),
     "loopergy.distill.select": ("Selection", "select_layers"),
+    "loopergy.energy_trace": ("EnergyTrace", "trace"),
+    "loopergy.hub_export": ("export", "push"),
 }
 _FILE_OF = {name: file for file, names in _LAZY.items() for name in names}
 
@@ -60,6 +72,7 @@ __all__ = [
     "ConversionReport",
     "DistillConfig",
     "DistillTrainer",
+    "EnergyTrace",
     "ExtendConfig",
     "ExtendTrainer",
     "LT2Config",
@@ -67,6 +80,11 @@ __all__ = [
     "LT2ForSequenceClassification",
     "LT2Model",
     "LT2PreTrainedModel",
+    "NRGPTConfig",
+    "NRGPTForCausalLM",
+    "NRGPTForSequenceClassification",
+    "NRGPTModel",
+    "NRGPTPreTrainedModel",
     "OuroConfig",
     "OuroForCausalLM",
     "OuroForSequenceClassification",
@@ -75,10 +93,13 @@ __all__ = [
     "Selection",
     "__version__",
     "convert",
+    "export",
     "kernel_backend",
+    "push",
     "register",
     "restore_layers",
     "select_layers",
+    "trace",
 ]
 
 
@@ -88,7 +109,7 @@ def register() -> None:
     Calling it again is harmless, and of use when another package has registered one of the model types after loopergy
     was imported: ours win again, and the log says which class was replaced.
     """
-    for config, base, causal, classifier in _FAMILIES:
+    for config, base, causal, classifier in FAMILIES:
         # The mapping loads lazily: `get` of the dict below it finds nothing.
         known = CONFIG_MAPPING[config.model_type] if config.model_type in CONFIG_MAPPING else config  # noqa: SIM401
         if known is not config:

@@ -5,17 +5,16 @@ The verbs only read their arguments; the work is done by the functions and train
 """
 
 import dataclasses
-import re
 import sys
 import time
-from collections import Counter
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import loopergy
+from loopergy.cli_options import Settings, example, settings
+from loopergy.cli_tasks import task_app
 
 app = typer.Typer(
     name="loopergy",
@@ -26,39 +25,10 @@ app = typer.Typer(
 )
 
 MODEL_HELP = "Folder, Hub id, or .gguf file."
-SET_HELP = "KEY=VALUE, read as YAML; may be given many times."
 DEMO_HELP = "Gets the report and the student."
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it appears whole or not at all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it holds something.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the weights.")]
-
-
-def settings(pairs: list[str] | None) -> dict[str, Any]:
-    """Read `KEY=VALUE` pairs, the values as YAML.
-
-    Raises:
-        ValueError: For a pair without `=` or with an empty key.
-    """
-    values = {}
-    for pair in pairs or []:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.strip():
-            raise ValueError(f"--set {pair!r} is not of the form KEY=VALUE, for example --set learning_rate=1e-4")
-        values[key.strip()] = yaml_value(text)
-    return values
-
-
-def yaml_value(text: str) -> Any:
-    """Read a YAML value; unlike in YAML 1.1, `1e-4` is a number and `None` is nothing."""
-    import yaml
-
-    if text.strip() == "None":
-        return None
-    value = yaml.safe_load(text)
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
-        return float(value)
-    return value
 
 
 def show_version(wanted: bool) -> None:
@@ -68,17 +38,15 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+app.add_typer(task_app, name="task")
+
+
 @app.callback()
 def common(
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Read what comes before the verb; `main` looks at `--debug`."""
-
-
-def example(line: str) -> str:
-    """Return the epilog that shows one working call of a verb."""
-    return f"Example:  [bold]{line}[/bold]"
 
 
 @app.command(epilog=example("loopergy demo --teacher ouro-tiny -o demo-output"))
@@ -332,60 +300,75 @@ def generate(
     typer.echo(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s on {network.device}", err=True)
 
 
-@app.command(epilog=example("loopergy info ByteDance/Ouro-1.4B"))
+@app.command(epilog=example("loopergy info ByteDance/Ouro-1.4B --context 32768 --batch 8"))
 def info(
-    model: Annotated[str | None, typer.Argument(help="Folder or Hub id. Without it: this installation.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, Hub id, config.json or preset. Without it: this installation.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Cached tokens per sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="Type of weights and cache; the config's by default.")] = None,
 ) -> None:
-    """Describe a model (loops, mixers, parameters, cache), or what this installation runs on."""
-    rows = describe_model(model) if model else describe_installation()
+    """Describe a model by its config alone: loops, mixers, parameters, cache bytes, arithmetic."""
+    from loopergy import describe
+
+    if model is None:
+        rows, table = describe.describe_installation(), []
+    else:
+        config = describe.find_config(model)
+        cost = describe.model_cost(config, context, batch, describe.named_dtype(dtype))
+        rows, table = describe.describe_cost(model, config, cost), describe.slot_table(config, cost)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")
+    for line in table:
+        typer.echo(line)
 
 
-def describe_installation() -> list[tuple[str, str]]:
-    """Return (name, value) rows: versions, device, kernels."""
-    from importlib.metadata import PackageNotFoundError, version
+@app.command(epilog=example('loopergy trace runs/nrgpt "The cat sat on the mat" --plot energies.png'))
+def trace(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a CEM-Llama or NRGPT model with its tokenizer.")],
+    text: Annotated[str, typer.Argument(help="What to run the model on.")],
+    num_steps: Annotated[int | None, typer.Option(min=1, help="Steps to run; the model's own by default.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture here (.png, .svg, .pdf).")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all energies here.")] = None,
+) -> None:
+    """Show the energy of every token over the steps, and how many tokens rise."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import torch
-
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
-
-    names = ("torch", "transformers", "flash-linear-attention", "triton", "accelerate", "peft", "datasets")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    return [
-        ("loopergy", loopergy.__version__),
-        *((name, installed(name)) for name in names),
-        ("device", device),
-        ("kernels", str(loopergy.kernel_backend())),
-    ]
+    network = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    result = loopergy.trace(network, tokenizer(text).input_ids, num_steps=num_steps, tokenizer=tokenizer)
+    typer.echo(str(result))
+    if json is not None:
+        result.to_json(json)
+    if plot is not None:
+        result.plot(plot)
 
 
-def describe_model(model: str) -> list[tuple[str, str]]:
-    """Return (name, value) rows about a model from its config alone; no weights are read."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+@app.command(epilog=example("loopergy export runs/smollm2/distill -o smollm2-hybrid"))
+def export(
+    model: Annotated[str, typer.Argument(help="Folder (a Trainer's checkpoint too) or Hub id.")],
+    output: Output,
+    dtype: Dtype = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write one folder that loads with trust_remote_code=True where loopergy is not installed."""
+    loopergy.export(model, output, dtype=dtype, overwrite=overwrite)
+    typer.echo(f"written to {output}; publish it with: loopergy push {output} USER/NAME")
 
-    config = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
-    loops = getattr(config, "num_loops", 1)
-    mixers = getattr(config, "layer_mixers", None) or ["full"] * config.num_hidden_layers
-    runs = [(name, len(list(group))) for name, group in groupby(mixers)]
-    slots = DynamicCache(config=config).layers
-    kinds = Counter(type(slot).__name__ for slot in slots)
-    return [
-        ("model", f"{model} ({config.model_type})"),
-        ("parameters", f"{network.num_parameters():,}"),
-        ("layers", f"{config.num_hidden_layers}, applied in {loops} loop{'s' if loops > 1 else ''}"),
-        ("mixers", ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)),
-        ("cache slots", f"{len(slots)}: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
-        ("context", f"{config.max_position_embeddings:,} tokens"),
-    ]
+
+@app.command(epilog=example("loopergy push smollm2-hybrid USER/smollm2-hybrid"))
+def push(
+    folder: Annotated[Path, typer.Argument(help="What `loopergy export` wrote.")],
+    repo_id: Annotated[str, typer.Argument(help="USER/NAME; made if it does not exist.")],
+    private: Annotated[bool | None, typer.Option("--private/--public", help="For a new repository.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+) -> None:
+    """Publish an exported folder on the Hub in one commit."""
+    from loopergy.hub_export import push as publish
+
+    typer.echo(publish(folder, repo_id, private=private, revision=revision))
 
 
 def main() -> None:

@@ -1,0 +1,42 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""What the verbs of the command line share: how they read KEY=VALUE, and how they show an example."""
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+SET_HELP = "KEY=VALUE, read as YAML; may be given many times."
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+
+
+def settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
+    """Read `KEY=VALUE` pairs, the values as YAML.
+
+    Raises:
+        ValueError: For a pair without `=` or with an empty key.
+    """
+    values = {}
+    for pair in pairs or []:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{flag} {pair!r} is not of the form KEY=VALUE, for example --set learning_rate=1e-4")
+        values[key.strip()] = yaml_value(text)
+    return values
+
+
+def yaml_value(text: str) -> Any:
+    """Read a YAML value; unlike in YAML 1.1, `1e-4` is a number and `None` is nothing."""
+    import yaml
+
+    if text.strip() == "None":
+        return None
+    value = yaml.safe_load(text)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def example(line: str) -> str:
+    """Return the epilog that shows one working call of a verb."""
+    return f"Example:  [bold]{line}[/bold]"

@@ -1,0 +1,149 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""`loopergy task`: small tasks to train and measure any causal language model on."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loopergy.cli_options import SET_HELP, Settings, example, settings
+
+task_app = typer.Typer(
+    name="task",
+    help="Train and measure a model on a small task: ListOps, characters, recall, state tracking, needle.",
+    epilog=example("loopergy task list"),
+    no_args_is_help=True,
+)
+
+Name = Annotated[str, typer.Argument(help="Task; `loopergy task list` shows them.")]
+OPTION_HELP = "Option of the task. " + SET_HELP
+Options = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help=OPTION_HELP)]
+Config = Annotated[
+    list[str] | None,
+    typer.Option("--config", metavar="KEY=VALUE", help="Field of a fresh model's config. " + SET_HELP),
+]
+
+
+@task_app.command("list", epilog=example("loopergy task list"))
+def list_tasks() -> None:
+    """List the tasks, with the defaults of their options."""
+    from loopergy.tasks.catalog import TASKS, task_options
+
+    for name, kind in TASKS.items():
+        typer.echo(f"{name}\n    {(kind.__doc__ or '').splitlines()[0]}")
+        pairs = [
+            f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in task_options(name).items()
+        ]
+        typer.echo(f"    {'  '.join(pairs)}")
+
+
+@task_app.command(epilog=example("loopergy task train recall llama -o runs/recall --set max_steps=500"))
+def train(
+    name: Name,
+    model: Annotated[str, typer.Argument(help="Type of a fresh model (llama, ouro, ...), or a folder to go on from.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run; the same call goes on with it.")],
+    option: Options = None,
+    config: Config = None,
+    setting: Settings = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, rows and dropout.")] = 0,
+) -> None:
+    """Train a model on a task, and measure it; writes the model, its tokenizer and history.json."""
+    from loopergy.tasks.new_model import new_model
+    from loopergy.tasks.training import TaskConfig, train_on_task
+
+    quiet()
+    values = settings(setting)
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(TaskConfig)})
+    if unknown:
+        raise ValueError(
+            f"--set: a training on a task has no setting {', '.join(map(repr, unknown))}; see TaskConfig."
+        )
+    if Path(model).is_dir():
+        if config:
+            raise ValueError(f"--config shapes a fresh model, but {model} is a folder with a model.")
+        task, network = task_for(name, settings(option, "--option"), model), load(model)
+    else:
+        task = task_for(name, settings(option, "--option"), None)
+        network = new_model(model, task, seed, **settings(config, "--config"))
+    args = TaskConfig(**{"output_dir": str(output), "seed": seed, **values})
+    typer.echo(f"{name}: {network.config.model_type}, {network.num_parameters():,} parameters")
+    history = train_on_task(network, task, args)
+    for point in history.points:
+        typer.echo("  ".join(f"{key} {value:.6g}" for key, value in point.items()))
+    typer.echo("test: " + ", ".join(f"{key} {value:.4f}" for key, value in history.test.items()))
+    typer.echo(f"written to {output}")
+
+
+@task_app.command("eval", epilog=example("loopergy task eval recall runs/recall --count 500"))
+def evaluate(
+    name: Name,
+    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    option: Options = None,
+    split: Annotated[str, typer.Option(help="test, validation or train.")] = "test",
+    count: Annotated[int, typer.Option(min=1, help="Examples at most.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="listops: sample instead of taking the best token.")
+    ] = False,
+    operator: Annotated[str | None, typer.Option(help="listops: samples of this operation alone.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one by default.")] = None,
+) -> None:
+    """Measure a model on a task; options are those that it was trained with, unless given."""
+    import torch
+
+    from loopergy.tasks.training import check_fits
+
+    quiet()
+    task, network = task_for(name, settings(option, "--option"), model), load(model)
+    check_fits(network, task)
+    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    extra: dict[str, Any] = {"sample": True} if sample else {}
+    extra |= {"operator": operator} if operator else {}
+    if extra and name != "listops":
+        raise ValueError(f"--sample and --operator are for listops; the task is {name!r}.")
+    result = task.evaluate(network, split, count, batch, seed, **extra)  # type: ignore[arg-type]
+    for line in result.lines():
+        typer.echo(line)
+
+
+def quiet() -> None:
+    """Show no progress bars: a run on a task saves often, and in no time."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def load(model: str) -> Any:
+    """Load a causal language model in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+
+
+def task_for(name: str, options: dict[str, Any], model: str | None) -> Any:
+    """Make a task; with a model, with its tokenizer where the task takes one, and by default with its run's options.
+
+    Raises:
+        ValueError: The model's vocabulary is not that of the task.
+    """
+    from transformers import AutoTokenizer
+
+    from loopergy.tasks.catalog import make_task
+    from loopergy.tasks.training import task_of_run
+
+    if model is None:
+        return make_task(name, **options)
+    run = task_of_run(model) or {}
+    kept = {key: value for key, value in run.items() if key != "task"} if run.get("task") == name else {}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if name == "needle":
+        kept["vocabulary"] = tokenizer
+    task = make_task(name, **{**kept, **options})
+    if task.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"{model} has another vocabulary than task {name!r} with these options: {len(tokenizer)} tokens, not "
+            f"{len(task.tokenizer)}. Give the options it was trained with, or train it on this task."
+        )
+    return task

@@ -164,10 +164,11 @@ def take_steps(rule: Rule, inputs: dict[str, torch.Tensor], state: torch.Tensor)
 
 
 def take_steps_in_place(inputs: dict[str, torch.Tensor], state: torch.Tensor) -> None:
-    tokens = [x[:, 0] for x in inputs.values()]
+    q, k, v, g, beta = (x[:, 0] for x in inputs.values())
+    qk = torch.stack((q, k), dim=1)
     with torch.no_grad():
         for _ in range(20):
-            gated_delta_rule_step(*tokens, state)
+            gated_delta_rule_step(qk, v, g, beta, state)
 
 
 def bench_steps(turns: int) -> list[dict]:

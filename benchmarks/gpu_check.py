@@ -1,10 +1,11 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Check every CUDA path of the gated delta rule against the torch kernels, and time it.
+"""Check every CUDA path of the recurrent mixers' kernels against the torch kernels, and time them.
 
-For each case the dispatcher's answer on the GPU (flash-linear-attention's kernels, if they are usable) is compared
-with our torch kernels on the same GPU in float64: outputs, final states and gradients, packed documents, single steps,
-short and ragged lengths, strong decay. Then times by device events, next to two ceilings measured here: the rate of
-matrix products and of copies. Exits with 1 if a case is off, and with 0 where there is no GPU.
+For each family (gated delta rule, delta rule with a decay per channel, linear attention without decay and with one per
+head or channel) and case the dispatcher's answer on the GPU (flash-linear-attention's kernels, if they are usable) is
+compared with our torch kernels on the same GPU in float64: outputs, final states and gradients, packed documents,
+single steps, short and ragged lengths, strong decay. Then times by device events, next to two ceilings measured here:
+the rate of matrix products and of copies. Exits with 1 if a case is off, and with 0 where there is no GPU.
 
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --output gpu_check.json
@@ -18,18 +19,49 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from loopergy.modeling.kernels import (
     chunk_gated_delta_rule,
+    chunk_gla,
+    chunk_kda,
+    chunk_simple_gla,
     gated_delta_rule,
+    gla,
+    kda,
     kernel_backend,
     recurrent_gated_delta_rule,
+    recurrent_gla,
+    recurrent_kda,
+    recurrent_simple_gla,
     short_convolution,
+    simple_gla,
 )
 
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
+
+class Family(NamedTuple):
+    """The dispatcher of a recurrence, our torch kernels behind it, and what it takes."""
+
+    dispatch: Callable
+    chunk: Callable
+    step: Callable
+    decay: str
+    delta: bool
+
+    def options(self) -> dict[str, bool]:
+        """Return what every call of the family is given."""
+        return {"use_qk_l2norm_in_kernel": True} if self.delta else {}
+
+
+FAMILIES = {
+    "gated delta rule": Family(gated_delta_rule, chunk_gated_delta_rule, recurrent_gated_delta_rule, "head", True),
+    "kda": Family(kda, chunk_kda, recurrent_kda, "channel", True),
+    "simple gla": Family(simple_gla, chunk_simple_gla, recurrent_simple_gla, "head", False),
+    "linear attention": Family(simple_gla, chunk_simple_gla, recurrent_simple_gla, "none", False),
+    "gla": Family(gla, chunk_gla, recurrent_gla, "channel", False),
+}
 # Triton's float32 products are rounded to 10 bits (TF32) on the way in.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-2}
 # Length, heads, value heads, key width, value width, edges of packed documents, lowest log decay.
@@ -49,7 +81,9 @@ CASES = {
 TIMED = [(8, 2048, 8, 128, 128), (1, 8192, 16, 128, 256), (4, 1, 16, 128, 256), (64, 1, 16, 128, 256)]
 
 
-def draw(case: tuple, dtype: torch.dtype, batch: int = 2) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+def draw(
+    family: Family, case: tuple, dtype: torch.dtype, batch: int = 2
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     length, heads, value_heads, width, values, edges, lowest = case
     generator = torch.Generator("cuda").manual_seed(0)
     batch = batch if edges is None else 1
@@ -65,10 +99,13 @@ def draw(case: tuple, dtype: torch.dtype, batch: int = 2) -> tuple[dict[str, tor
         "q": normal(batch, length, heads, width).to(dtype),
         "k": normal(batch, length, heads, width).to(dtype),
         "v": normal(batch, length, value_heads, values).to(dtype),
-        "g": lowest * uniform(batch, length, value_heads),
-        "beta": uniform(batch, length, value_heads).to(dtype),
-        "initial_state": normal(documents, value_heads, width, values),
     }
+    if family.decay != "none":
+        channels = (width,) if family.decay == "channel" else ()
+        inputs["g"] = lowest * uniform(batch, length, value_heads, *channels)
+    if family.delta:
+        inputs["beta"] = uniform(batch, length, value_heads).to(dtype)
+    inputs["initial_state"] = normal(documents, value_heads, width, values)
     return inputs, None if edges is None else torch.tensor(edges, device="cuda")
 
 
@@ -76,33 +113,35 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()
 
 
-def errors_of(case: tuple, dtype: torch.dtype, backward: bool) -> dict[str, float]:
+def errors_of(family: Family, case: tuple, dtype: torch.dtype, backward: bool) -> dict[str, float]:
     """Return the relative errors of output, state and, with `backward`, all gradients of the dispatcher."""
-    inputs, edges = draw(case, dtype)
+    inputs, edges = draw(family, case, dtype)
     results = []
-    for rule, kind in ((gated_delta_rule, None), (chunk_gated_delta_rule, torch.float64)):
+    for rule, kind in ((family.dispatch, None), (family.chunk, torch.float64)):
         tensors = {name: (x if kind is None else x.to(kind)).requires_grad_(backward) for name, x in inputs.items()}
         with torch.set_grad_enabled(backward):
-            output, state = rule(**tensors, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=edges)
+            output, state = rule(**tensors, output_final_state=True, cu_seqlens=edges, **family.options())
         found = {"output": output.detach(), "state": state.detach()}
         if backward:
             # The same loss weights for both, so that every gradient is asked for.
             weights = [torch.linspace(-1, 1, x.numel(), device="cuda").view(x.shape) for x in (output, state)]
             loss = (output.double() * weights[0]).sum() + (state.double() * weights[1]).sum()
             grads = torch.autograd.grad(loss, list(tensors.values()))
-            found |= {f"grad {name}": grad for name, grad in zip(NAMES, grads, strict=True)}
+            found |= {f"grad {name}": grad for name, grad in zip(inputs, grads, strict=True)}
         results.append(found)
     return {name: relative(results[0][name], results[1][name]) for name in results[0]}
 
 
-def check_cases() -> list[dict]:
+def check_cases(title: str, family: Family) -> list[dict]:
     rows = []
     for name, case in CASES.items():
+        if case[1] != case[2] and family.decay == "channel" and not family.delta:
+            continue
         for dtype in TOLERANCE:
             for backward in (False, True):
-                row = {"case": name, "dtype": str(dtype).removeprefix("torch."), "backward": backward}
+                row = {"case": f"{title}, {name}", "dtype": str(dtype).removeprefix("torch."), "backward": backward}
                 try:
-                    row["errors"] = errors_of(case, dtype, backward)
+                    row["errors"] = errors_of(family, case, dtype, backward)
                     # Where nothing is left of the past, these gradients are rounding noise.
                     noise = ("grad g", "grad initial_state") if case[-1] < -100 else ()
                     judged = {key: error for key, error in row["errors"].items() if key not in noise}
@@ -114,21 +153,21 @@ def check_cases() -> list[dict]:
                     note = row["error"][:150]
                 rows.append(row)
                 verdict, kind = "ok " if row["ok"] else "OFF", "f+b" if backward else "fwd"
-                print(f"{verdict} {name:24s} {row['dtype']:9s} {kind} {note}", flush=True)
+                print(f"{verdict} {row['case']:42s} {row['dtype']:9s} {kind} {note}", flush=True)
     return rows
 
 
-def check_continuation() -> dict:
-    """Prefill, then step by step, against one pass; and a document's independence of its neighbours."""
-    inputs, _ = draw((80, 4, 4, 64, 64, None, -0.5), torch.bfloat16)
+def check_continuation(title: str, family: Family) -> dict:
+    """Prefill, then step by step, against one pass; and the convolution, against the CPU."""
+    inputs, _ = draw(family, (80, 4, 4, 64, 64, None, -0.5), torch.bfloat16)
     state = inputs.pop("initial_state")
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    options = {"output_final_state": True, **family.options()}
     with torch.no_grad():
-        whole, last = gated_delta_rule(**inputs, initial_state=state, **options)
+        whole, last = family.dispatch(**inputs, initial_state=state, **options)
         outputs = []
         for start, stop in [(0, 70), *((t, t + 1) for t in range(70, 80))]:
             piece = {name: x[:, start:stop] for name, x in inputs.items()}
-            output, state = gated_delta_rule(**piece, initial_state=state, **options)
+            output, state = family.dispatch(**piece, initial_state=state, **options)
             outputs.append(output)
         x, weight = torch.randn(2, 40, 96, device="cuda"), torch.randn(96, 4, device="cuda")
         gpu, cpu = short_convolution(x, weight), short_convolution(x.cpu(), weight.cpu())
@@ -137,8 +176,12 @@ def check_continuation() -> dict:
         "state": relative(state, last),
         "convolution": relative(gpu.cpu(), cpu),
     }
-    row = {"case": "prefill and steps", "errors": errors, "ok": max(errors.values()) < TOLERANCE[torch.bfloat16]}
-    print(f"{'ok ' if row['ok'] else 'OFF'} prefill and steps        {errors}")
+    row = {
+        "case": f"{title}, prefill and steps",
+        "errors": errors,
+        "ok": max(errors.values()) < TOLERANCE[torch.bfloat16],
+    }
+    print(f"{'ok ' if row['ok'] else 'OFF'} {row['case']:42s} {errors}")
     return row
 
 
@@ -157,14 +200,14 @@ def milliseconds(call: Callable[[], object], turns: int = 20) -> float:
     return statistics.median(times)
 
 
-def forward(rule: Callable, inputs: dict[str, torch.Tensor]) -> None:
+def forward(rule: Callable, inputs: dict[str, torch.Tensor], options: dict[str, bool]) -> None:
     with torch.no_grad():
-        rule(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        rule(**inputs, output_final_state=True, **options)
 
 
-def forward_backward(rule: Callable, inputs: dict[str, torch.Tensor]) -> None:
+def forward_backward(rule: Callable, inputs: dict[str, torch.Tensor], options: dict[str, bool]) -> None:
     tensors = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    output, _ = rule(**tensors, use_qk_l2norm_in_kernel=True)
+    output, _ = rule(**tensors, **options)
     output.backward(torch.ones_like(output))
 
 
@@ -177,20 +220,18 @@ def ceilings() -> tuple[float, float]:
     return rate, 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e6
 
 
-def time_shapes() -> list[dict]:
-    rate, bandwidth = ceilings()
-    print(f"Ceilings: {rate:.0f} TFLOP/s in bfloat16 products, {bandwidth:.0f} GB/s in copies")
+def time_shapes(title: str, family: Family, bandwidth: float) -> list[dict]:
     rows = []
     for batch, length, heads, width, values in TIMED:
-        inputs, _ = draw((length, heads, heads, width, values, None, -0.1), torch.bfloat16, batch)
-        slow = recurrent_gated_delta_rule if length == 1 else chunk_gated_delta_rule
-        row: dict = {"shape": (batch, length, heads, width, values)}
+        inputs, _ = draw(family, (length, heads, heads, width, values, None, -0.1), torch.bfloat16, batch)
+        slow, options = family.step if length == 1 else family.chunk, family.options()
+        row: dict = {"family": title, "shape": (batch, length, heads, width, values)}
         for kind, run in (("forward", forward), ("forward_backward", forward_backward)):
             if length == 1 and kind == "forward_backward":
                 continue
             row[kind] = {
-                "torch": milliseconds(partial(run, slow, inputs), 5),
-                "dispatched": milliseconds(partial(run, gated_delta_rule, inputs)),
+                "torch": milliseconds(partial(run, slow, inputs, options), 5),
+                "dispatched": milliseconds(partial(run, family.dispatch, inputs, options)),
             }
             row[kind]["ratio"] = row[kind]["torch"] / row[kind]["dispatched"]
         touched = sum(x.nbytes for x in inputs.values()) + inputs["v"].nbytes + inputs["initial_state"].nbytes
@@ -201,7 +242,7 @@ def time_shapes() -> list[dict]:
             for kind in ("forward", "forward_backward")
             if kind in row
         )
-        print(f"{row['shape']}: {shown}; {row['share_of_bandwidth']:.0%} of the bandwidth", flush=True)
+        print(f"{title} {row['shape']}: {shown}; {row['share_of_bandwidth']:.0%} of the bandwidth", flush=True)
     return rows
 
 
@@ -216,8 +257,14 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, kernels: {kernel_backend('cuda')}")
     # The comparison is about kernels, not about shortened float32 products in the torch path.
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows = [*check_cases(), check_continuation()]
-    timings = [] if options.no_timing else time_shapes()
+    rows, timings = [], []
+    for title, family in FAMILIES.items():
+        rows += [*check_cases(title, family), check_continuation(title, family)]
+    if not options.no_timing:
+        rate, bandwidth = ceilings()
+        print(f"Ceilings: {rate:.0f} TFLOP/s in bfloat16 products, {bandwidth:.0f} GB/s in copies")
+        for title, family in FAMILIES.items():
+            timings += time_shapes(title, family, bandwidth)
     wrong = sorted({row["case"] for row in rows if not row["ok"]})
     agree = sum(row["ok"] for row in rows)
     print(f"{agree} of {len(rows)} cases agree" + (f"; off: {', '.join(wrong)}" if wrong else ""))

@@ -8,7 +8,9 @@ from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.layer_patterns import parse_layer_mixers, parse_loop_windows
-from loopergy.configuration.looped_config import FULL, RECURRENT, SLIDING, LoopedConfigMixin
+from loopergy.configuration.linear_fields import LINEAR_MIXERS, fill_linear_fields, validate_linear
+from loopergy.configuration.looped_config import FULL, INDEXED, POOLED, RECURRENT, SLIDING, LoopedConfigMixin
+from loopergy.configuration.sparse_fields import fill_sparse_fields, validate_dsa, validate_nsa
 
 _LT2_06B = {
     "vocab_size": 128256,
@@ -35,6 +37,7 @@ LT2_PRESETS: dict[str, dict[str, Any]] = {
     "lt2-1.3b-full": {**_LT2_13B, "num_hidden_layers": 25, "layer_mixers": "full"},
     "lt2-1.3b-gdn": {**_LT2_13B, "num_hidden_layers": 22, "layer_mixers": "gdn", "gdn_num_heads": 8},
     "lt2-1.3b-hybrid-full-gdn": {**_LT2_13B, "num_hidden_layers": 21, "layer_mixers": "gdn*4,full"},
+    "lt2-1.3b-hybrid-gdn-dsa": {**_LT2_13B, "num_hidden_layers": 21, "layer_mixers": "gdn*4,dsa"},
     "ouro-hybrid-1.4b": {
         "vocab_size": 49152,
         "hidden_size": 2048,
@@ -81,8 +84,9 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
         num_trained_loops (`int`, *optional*): loops the weights were made for: rows of the loop residual, entries of
             `loop_windows`. The `num_loops` of construction by default; it stays when `num_loops` is changed later.
             Loops beyond it reuse the last row.
-        layer_mixers (`list[str]` or `str`): mixer per physical layer, `"full"`, `"window"` or `"gdn"`, or a pattern
-            (see [`loopergy.configuration.layer_patterns`]); kept as the list.
+        layer_mixers (`list[str]` or `str`): mixer per physical layer, `"full"`, `"window"`, `"gdn"`, `"kda"`,
+            `"deltanet"`, `"mamba2"`, `"hgrn2"`, `"retnet"`, `"gla"`, `"la"`, `"nsa"` or `"dsa"`, or a pattern (see
+            [`loopergy.configuration.layer_patterns`]); kept as the list.
         sliding_window (`int`): window in tokens of `"window"` layers, the token itself included.
         loop_windows (`list` or `str`, *optional*): window of all attention layers per loop, overriding the layer's
             own; `None` or `"full"` for none, or one list per loop with an entry per layer.
@@ -107,6 +111,35 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
         gdn_use_gate (`bool`): gate the normed output by SiLU(W_g x).
         gdn_allow_neg_eigval (`bool`): beta in (0, 2), so that transitions may reflect (needed for state tracking).
         gdn_norm_eps (`float`): epsilon of the head norm.
+        kda_*, deltanet_*: fields of Kimi Delta Attention and DeltaNet with the meaning of those of `gdn`; heads are
+            hidden_size / heads wide by default, and KDA's norm has the epsilon of the model's.
+        mamba2_num_heads (`int`, *optional*), mamba2_expand (`float`), mamba2_state_size, mamba2_conv_size (`int`),
+            mamba2_norm_eps (`float`, *optional*): heads of Mamba2, its inner width over hidden_size, numbers of state
+            per inner channel, width of its convolution, and its norm's epsilon, the model's by default.
+        hgrn2_*, retnet_*, gla_*, la_*: `num_heads` and `head_dim` (width of queries and keys, hidden_size / heads by
+            default, half of that for `gla`), `expand_v` (width of values over width of keys) and `norm_eps` of HGRN2,
+            RetNet, Gated Linear Attention and Linear Attention.
+        gla_gate_rank (`int`), gla_gate_logit_normalizer (`float`): rank of the projection to the log decay, and what
+            the log decay is divided by.
+        nsa_num_key_value_heads (`int`): key-value heads of Native Sparse Attention; its query heads are
+            `num_attention_heads`, `head_dim` wide.
+        nsa_block_size, nsa_block_count (`int`): tokens of a block; blocks that a query reads, at least 3.
+        nsa_window (`int`): tokens of the window branch, the token itself included.
+        nsa_pool_size, nsa_pool_stride (`int`, *optional*): tokens that an average is over, and from one to the next;
+            those of a block by default, without overlap.
+        dsa_latent_dim, dsa_tail_dim (`int`): the latent that all heads of DeepSeek Sparse Attention share is both
+            together wide as a key, and `dsa_latent_dim` as a value.
+        dsa_rope (`bool`): rotary positions on the tail; without it the mixer has no positions (as released).
+        dsa_topk (`int`): tokens that a query reads.
+        dsa_keep_current (`bool`): the query's own token is always one of them; otherwise only if it ranks (as
+            released).
+        dsa_indexer (`str`): `"lt2"`, mean of the index heads' products (as released), or `"deepseek"`, the lightning
+            indexer.
+        dsa_index_heads (`int`, *optional*), dsa_index_head_dim (`int`): of the indexer; as many heads as attention has
+            by default.
+        dsa_indexer_loss_weight (`float`): weight of the indexer's divergence from the attention in the loss; 0 leaves
+            the indexer untrained (as released).
+        dsa_dense_warmup (`bool`): attend to all tokens while the indexer learns on all; turn it off afterwards.
         hidden_act, max_position_embeddings, rms_norm_eps, initializer_range, rope_parameters, attention_dropout,
             tie_word_embeddings and the token ids: as in Llama.
 
@@ -117,7 +150,7 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
     """
 
     model_type = "lt2"
-    keys_to_ignore_at_inference = ["cache", "loop_hidden_states", "loop_logits", "exit_pdf"]
+    keys_to_ignore_at_inference = ["cache", "loop_hidden_states", "loop_logits", "exit_pdf", "indexer_divergence"]
     base_model_tp_plan = {
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
@@ -154,6 +187,59 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
     gdn_use_gate: bool = True
     gdn_allow_neg_eigval: bool = False
     gdn_norm_eps: float = 1e-5
+    kda_num_heads: int | None = None
+    kda_head_dim: int | None = None
+    kda_expand_v: int | float = 1
+    kda_use_short_conv: bool = True
+    kda_conv_size: int = interval(min=2)(default=4)
+    kda_allow_neg_eigval: bool = False
+    kda_norm_eps: float | None = None
+    deltanet_num_heads: int | None = None
+    deltanet_head_dim: int | None = None
+    deltanet_expand_v: int | float = 1
+    deltanet_use_short_conv: bool = True
+    deltanet_conv_size: int = interval(min=2)(default=4)
+    deltanet_allow_neg_eigval: bool = False
+    deltanet_norm_eps: float = 1e-5
+    mamba2_num_heads: int | None = None
+    mamba2_expand: int | float = 2
+    mamba2_state_size: int = interval(min=1)(default=64)
+    mamba2_conv_size: int = interval(min=2)(default=4)
+    mamba2_norm_eps: float | None = None
+    hgrn2_num_heads: int | None = None
+    hgrn2_head_dim: int | None = None
+    hgrn2_expand_v: int | float = 1
+    hgrn2_norm_eps: float = 1e-5
+    retnet_num_heads: int | None = None
+    retnet_head_dim: int | None = None
+    retnet_expand_v: int | float = 2
+    retnet_norm_eps: float = 1e-5
+    gla_num_heads: int | None = None
+    gla_head_dim: int | None = None
+    gla_expand_v: int | float = 2
+    gla_gate_rank: int = interval(min=1)(default=16)
+    gla_gate_logit_normalizer: int | float = 16
+    gla_norm_eps: float = 1e-5
+    la_num_heads: int | None = None
+    la_head_dim: int | None = None
+    la_expand_v: int | float = 1
+    la_norm_eps: float = 1e-5
+    nsa_num_key_value_heads: int = 1
+    nsa_block_size: int = interval(min=1)(default=64)
+    nsa_block_count: int = interval(min=3)(default=16)
+    nsa_window: int = interval(min=1)(default=512)
+    nsa_pool_size: int | None = None
+    nsa_pool_stride: int | None = None
+    dsa_latent_dim: int = interval(min=1)(default=512)
+    dsa_tail_dim: int = interval(min=0)(default=64)
+    dsa_rope: bool = False
+    dsa_topk: int = interval(min=1)(default=2048)
+    dsa_keep_current: bool = False
+    dsa_indexer: str = "lt2"
+    dsa_index_heads: int | None = None
+    dsa_index_head_dim: int = interval(min=1)(default=64)
+    dsa_indexer_loss_weight: int | float = 0.0
+    dsa_dense_warmup: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
@@ -173,6 +259,8 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
         if self.gdn_num_heads is None:
             self.gdn_num_heads = self.num_attention_heads
         self.layer_mixers = parse_layer_mixers(self.layer_mixers, self.num_hidden_layers)
+        fill_linear_fields(self)
+        fill_sparse_fields(self)
         if self.gdn_head_dim is None:
             self.gdn_head_dim = self._default_gdn_head_dim(self.gdn_num_heads)
         if self.norm_cast is None:
@@ -216,8 +304,10 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
 
     def visit(self, loop: int, layer: int) -> tuple[str, int | None]:
         """Return (cache layer type, window) of one visit."""
-        if self.layer_mixers[layer] == "gdn":
+        if self.layer_mixers[layer] in LINEAR_MIXERS:
             return RECURRENT, None
+        if self.layer_mixers[layer] in ("nsa", "dsa"):
+            return (POOLED if self.layer_mixers[layer] == "nsa" else INDEXED), None
         window = self.window(loop, layer)
         return (FULL, None) if window is None else (SLIDING, window)
 
@@ -232,10 +322,16 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be one of {allowed}.")
         mixers = set(self.layer_mixers)
-        if mixers - {"gdn"}:
+        if mixers & {"full", "window"}:
             self._validate_attention()
+        if "nsa" in mixers:
+            validate_nsa(self)
+        if "dsa" in mixers:
+            validate_dsa(self)
         if "gdn" in mixers:
             self._validate_gdn()
+        for mixer in sorted(mixers.intersection(LINEAR_MIXERS) - {"gdn"}):
+            validate_linear(self, mixer)
 
     def _validate_attention(self) -> None:
         if self.num_attention_heads % (self.num_key_value_heads or 1):

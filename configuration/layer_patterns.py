@@ -18,7 +18,9 @@ Source: LT2 (arXiv 2605.20670), sections on layouts; spellings of its released r
 import re
 from collections.abc import Sequence
 
-MIXERS = ("full", "window", "gdn")
+from loopergy.configuration.linear_fields import LINEAR_MIXERS
+
+MIXERS = ("full", "window", *LINEAR_MIXERS, "nsa", "dsa")
 
 
 def parse_layer_mixers(pattern: str | Sequence[str], num_layers: int, mixers: Sequence[str] = MIXERS) -> list[str]:

@@ -15,6 +15,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "looped_recurrent"
+# Sparse attention: latents with index keys (`dsa`), and keys and values with averages of their blocks (`nsa`).
+INDEXED, POOLED = "looped_indexed", "looped_pooled"
 # The first slot of a cache without any attention: it also counts tokens.
 COUNTED_RECURRENT = "looped_recurrent_counted"
 
@@ -25,8 +27,8 @@ class SlotPlan:
 
     Attributes:
         table (`list[list[int]]` of shape T x N): slot of layer `l` in loop `t` at `table[t][l]`.
-        layer_types (`list[str]`): one cache layer type per slot: `"full_attention"`, `"sliding_attention"` or
-            `"looped_recurrent"`.
+        layer_types (`list[str]`): one cache layer type per slot: `"full_attention"`, `"sliding_attention"`,
+            `"looped_recurrent"`, `"looped_indexed"` or `"looped_pooled"`.
         windows (`list[int | None]`): one window per slot, in tokens, the token itself included; `None` without a
             window.
     """

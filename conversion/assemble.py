@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion.weight_maps import ConversionError, Rule, WeightMap, layer_of
+from loopergy.conversion.mixer_starts import FIXED_STARTS, Rule
+from loopergy.conversion.weight_maps import ConversionError, WeightMap, layer_of
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 
@@ -38,7 +39,7 @@ def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[s
 
     Args:
         model (`LT2ForCausalLM`): An empty student; its mixers are given memory on the way.
-        rules (`list[Rule]`): The fresh rules.
+        rules (`list[Rule]`): The rules whose tensors are fresh, in whole or in part.
         seed (`int`): Seed.
 
     Returns:
@@ -66,10 +67,10 @@ def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[s
         state = {prefix + part: tensor for part, tensor in mixer.state_dict().items()}
         for rule in layer_rules:
             value = state[rule.target]
-            if rule.transform == "identity_conv":
-                value = torch.zeros_like(value)
-                value[..., -1] = 1
-            if not torch.isfinite(value).all() or not torch.any(value):
+            if rule.transform in FIXED_STARTS:
+                value = FIXED_STARTS[rule.transform](value)
+            empty = rule.transform != "zeros" and not torch.any(value)
+            if empty or not torch.isfinite(value).all():
                 raise ConversionError(f"{rule.target}: the fresh tensor is not finite or all zero")
             out[rule.target] = value
     return out
@@ -106,8 +107,8 @@ def fill(
     """
     skeleton: dict[str, torch.Tensor] = dict(model.state_dict())
     weights.check_student(skeleton)
-    fresh_rules = [rule for rule in weights.rules if rule.fresh]
-    fresh = {} if device.type == "meta" else fresh_tensors(model, fresh_rules, seed)
+    drawn = [rule for rule in weights.rules if rule.drawn]
+    fresh = skeleton if device.type == "meta" else fresh_tensors(model, drawn, seed)
     state: dict[str, torch.Tensor] = {}
     for rule in weights.rules:
         like = skeleton[rule.target]
@@ -115,9 +116,9 @@ def fill(
             state[rule.target] = state["model.embed_tokens.weight"]
             continue
         if rule.fresh:
-            value = like if device.type == "meta" else fresh[rule.target]
+            value = fresh[rule.target]
         else:
-            value = weights.forward(rule, sources).detach()
+            value = weights.forward(rule, sources, fresh[rule.target] if rule.drawn else None).detach()
         if value.shape != like.shape:
             raise ConversionError(
                 f"{rule.target}: shape {list(value.shape)} made from {rule.source} does not fit {list(like.shape)}"

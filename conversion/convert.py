@@ -1,17 +1,17 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Turn an Ouro or a Llama into an LT2 hybrid that starts from its weights.
 
-Kept layers, norms, MLPs, embeddings, head and exit gate are copied. In every other layer softmax attention becomes a
-Gated DeltaNet whose q, k, v and o projections are the teacher's (key and value heads repeated where they are shared)
-and whose gates are new. Nothing else is added, so with all layers kept the student *is* the teacher, bit for bit, in
-every loop.
+Kept layers, norms, MLPs, embeddings, head and exit gate are copied. In every other layer softmax attention becomes
+another mixer, Gated DeltaNet unless said otherwise, that takes over the teacher's q, k, v and o projections as far as
+they fit (`mixer_starts.py` has the table) and whose gates are new. Nothing else is added, so with all layers kept the
+student *is* the teacher, bit for bit, in every loop.
 
-Source: LT2 (arXiv 2605.20670) and the released Ouro-hybrid model; the initialisation is that of hybrid distillation
-(arXiv 2512.20569), with shared heads repeated head by head.
+Source: LT2 (arXiv 2605.20670) and the released Ouro-hybrid model; the initialisation of Gated DeltaNet is that of
+hybrid distillation (arXiv 2512.20569), with shared heads repeated head by head.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Conversion:
 def convert(
     teacher: PreTrainedModel | str | Path,
     keep_layers: Sequence[int] | str | int | float,
-    mixer: str = "gdn",
+    mixer: str | Sequence[str] | Mapping[int, str] = "gdn",
     *,
     seed: int = 0,
     dtype: torch.dtype | str | None = None,
@@ -103,17 +103,19 @@ def convert(
             `LlamaForCausalLM` computes: tied or untied head, biases, shared key/value heads, any rotary settings.
         keep_layers (`list[int]`, `str`, `int` or `float`): Physical layers that keep full attention, in all loops:
             indices, `"all"`, `[]`, a count or a share (spread evenly, see `parse_keep_layers`).
-        mixer (`str`): Mixer of the other layers: `"gdn"`, or `"window"` (softmax attention over `sliding_window`
-            tokens).
+        mixer (`str`, `list[str]` or `dict[int, str]`): Mixers of the other layers: a name (`"gdn"`, `"window"`,
+            `"kda"`, `"deltanet"`, `"mamba2"`, `"hgrn2"`, `"retnet"`, `"gla"`, `"la"`, `"nsa"`, `"dsa"`); a pattern
+            over these layers such as `"gdn*3,dsa"`; one name for each of them; or a mapping from layer to name.
         seed (`int`): Seed of the fresh tensors; 0 by default. The global random state is not touched.
         dtype (`torch.dtype` or `str`, *optional*): dtype of the student; the teacher's by default.
         revision (`str`, *optional*): Revision of a Hub id.
         verify (`bool`, *optional*): Compare the logits of teacher and student with all layers kept on a few random
             tokens (two forward passes, no memory for weights). By default done for all model types but `ouro` and
             `llama`.
-        mixer_options: For `gdn`: `gdn_use_short_conv` (False; True starts as the identity), `gdn_conv_size` (4),
-            `gdn_use_gate` (True), `gdn_allow_neg_eigval` (False), `gdn_norm_eps` (1e-5). For `window`:
-            `sliding_window`.
+        mixer_options: Fields of `LT2Config` of the mixers that are used; `MIXER_OPTIONS` in `families.py` lists them.
+            For `gdn`: `gdn_use_short_conv` (False; True starts as the identity), `gdn_conv_size` (4), `gdn_use_gate`
+            (True), `gdn_allow_neg_eigval` (False), `gdn_norm_eps` (1e-5). For `window`: `sliding_window`. For `dsa`,
+            among others, `dsa_topk` and `dsa_latent_dim`.
 
     Returns:
         `Conversion`: `.model`, `.report`, `.tokenizer`, `.save_pretrained(folder)`. The model shares no memory with a
@@ -130,6 +132,8 @@ def convert(
         >>> conversion = loopergy.convert(teacher, keep_layers=[1])
         >>> conversion.model.config.layer_mixers
         ['gdn', 'full']
+        >>> loopergy.convert(teacher, keep_layers=[], mixer="gdn,dsa").model.config.layer_mixers
+        ['gdn', 'dsa']
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}; allowed: a whole number")
@@ -166,7 +170,8 @@ def convert(
         kept_layers=parse_keep_layers(keep_layers, config.num_hidden_layers),
         num_layers=config.num_hidden_layers,
         num_loops=config.num_loops,
-        mixer=mixer,
+        mixer=", ".join(dict.fromkeys(name for name in config.layer_mixers if name != "full")),
+        layer_mixers=list(config.layer_mixers),
         mixer_options={name: getattr(config, name) for name in mixer_options},
         seed=seed,
         dtype=dtype_name(student.dtype),
@@ -262,7 +267,7 @@ def _records(weights: WeightMap, student: LT2ForCausalLM) -> list[TensorRecord]:
     return [
         TensorRecord(
             name=rule.target,
-            source=rule.source,
+            source=" + ".join(rule.sources) or None,
             action="fresh" if rule.fresh else "transformed" if weights.is_new(rule) else "copied",
             how=weights.describe(rule),
             shape=list(state[rule.target].shape),

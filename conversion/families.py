@@ -7,7 +7,7 @@ norms, one loop). A teacher outside is refused here, by a text that names the fe
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, Pre
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_ouro import repair_special_tokens
+from loopergy.configuration.layer_patterns import parse_layer_mixers
 from loopergy.conversion.weight_maps import ConversionError, list_names
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 
 # Model types whose computation is known to be ours; other lookalikes are compared with the student when converted.
 KNOWN_TYPES = ("ouro", "llama")
 
-# What a mixer lets the caller choose. Head counts and sizes are the teacher's, as its weights are.
+# What a mixer lets the caller choose, and what conversion chooses otherwise; `None` leaves the choice to `LT2Config`
+# or `_mixer_sizes`. Other head counts and sizes are the teacher's, as its weights are.
 MIXER_OPTIONS: dict[str, dict[str, Any]] = {
     "gdn": {
         "gdn_use_short_conv": False,
@@ -33,7 +35,44 @@ MIXER_OPTIONS: dict[str, dict[str, Any]] = {
         "gdn_norm_eps": 1e-5,
     },
     "window": {"sliding_window": None},
+    "kda": {
+        "kda_use_short_conv": False,
+        "kda_conv_size": None,
+        "kda_allow_neg_eigval": False,
+        "kda_norm_eps": None,
+    },
+    "deltanet": {
+        "deltanet_use_short_conv": False,
+        "deltanet_conv_size": None,
+        "deltanet_allow_neg_eigval": False,
+        "deltanet_norm_eps": None,
+    },
+    "mamba2": {"mamba2_conv_size": None, "mamba2_norm_eps": None},
+    "hgrn2": {"hgrn2_norm_eps": None},
+    "retnet": {"retnet_norm_eps": None},
+    "gla": {"gla_gate_rank": None, "gla_gate_logit_normalizer": None, "gla_norm_eps": None},
+    "la": {"la_norm_eps": None},
+    "nsa": {
+        "nsa_block_size": None,
+        "nsa_block_count": None,
+        "nsa_window": None,
+        "nsa_pool_size": None,
+        "nsa_pool_stride": None,
+    },
+    "dsa": {
+        "dsa_latent_dim": None,
+        "dsa_topk": None,
+        "dsa_keep_current": None,
+        "dsa_indexer": None,
+        "dsa_index_heads": None,
+        "dsa_index_head_dim": None,
+        "dsa_indexer_loss_weight": None,
+        "dsa_dense_warmup": None,
+    },
 }
+
+# Mixers whose projections have no biases, whatever `attention_bias` is.
+_WITHOUT_BIAS = ("mamba2", "dsa")
 
 _NOT_CARRIED = {"architectures", "transformers_version", "layer_mixers", "sliding_window", "loop_windows", "dtype"}
 
@@ -245,13 +284,61 @@ def parse_keep_layers(keep_layers: Sequence[int] | str | int | float, num_layers
     return sorted(layers)
 
 
+def parse_mixers(
+    mixer: str | Sequence[str] | Mapping[int, str], keep_layers: Sequence[int], num_layers: int
+) -> list[str]:
+    """Say which mixer each physical layer gets, `"full"` for the kept ones.
+
+    Args:
+        mixer (`str`, `list[str]` or `dict[int, str]`): For the layers that are not kept, in their order: a name; a
+            pattern such as `"gdn*3,dsa"`, repeated until all have one; a list with one name each; or a mapping from
+            each of these layers to a name.
+        keep_layers (`list[int]`): The layers that are kept.
+        num_layers (`int`): N.
+
+    Returns:
+        `list[str]`: N names.
+
+    Raises:
+        ValueError: For an unknown mixer, or more or fewer of them than layers that are not kept.
+    """
+    converted = [layer for layer in range(num_layers) if layer not in set(keep_layers)]
+    if isinstance(mixer, Mapping):
+        if sorted(mixer) != converted:
+            raise ValueError(
+                f"mixer={mixer!r}: name a mixer for each layer that is not kept, {converted}, and no other"
+            )
+        names = [mixer[layer] for layer in converted]
+    elif isinstance(mixer, str):
+        try:
+            # At least one layer, so that a pattern is checked even where all are kept.
+            names = parse_layer_mixers(mixer, max(1, len(converted)))[: len(converted) or 1]
+        except ValueError as error:
+            raise ValueError(f"mixer={mixer!r} is not understood; allowed: {_allowed()} ({error})") from None
+    else:
+        names = list(mixer)
+        if len(names) != len(converted):
+            raise ValueError(
+                f"mixer has {len(names)} names, but {len(converted)} layers are not kept: {converted}; give one each"
+            )
+    for name in names:
+        if name not in MIXER_OPTIONS:
+            raise ValueError(f"mixer={name!r} is unknown for a layer that is not kept; allowed: {_allowed()}")
+    by_layer = dict(zip(converted, names, strict=False))
+    return [by_layer.get(layer, "full") for layer in range(num_layers)]
+
+
+def _allowed() -> str:
+    return f"{', '.join(MIXER_OPTIONS)}, or a pattern of them such as 'gdn*3,dsa'"
+
+
 def student_config(
     teacher_config: PreTrainedConfig,
     keep_layers: Sequence[int] | str | int | float,
-    mixer: str = "gdn",
+    mixer: str | Sequence[str] | Mapping[int, str] = "gdn",
     **mixer_options: Any,
 ) -> LT2Config:
-    """Describe the student: the teacher's architecture with `mixer` in every layer that is not kept.
+    """Describe the student: the teacher's architecture with other mixers in every layer that is not kept.
 
     No residual gate and no attention gate are added, so that with all layers kept the student is the teacher.
     Everything the two configs share (rotary settings, loops, exit threshold, token ids, ...) is carried over; Ouro's
@@ -260,58 +347,95 @@ def student_config(
     Args:
         teacher_config (`PreTrainedConfig`): Config of an Ouro or Llama-shaped model.
         keep_layers (`list[int]`, `str`, `int` or `float`): See `parse_keep_layers`.
-        mixer (`str`): `"gdn"` or `"window"`.
-        mixer_options: Fields of the mixer, see `MIXER_OPTIONS`.
+        mixer (`str`, `list[str]` or `dict[int, str]`): See `parse_mixers`.
+        mixer_options: Fields of the mixers, see `MIXER_OPTIONS`.
 
     Returns:
         `LT2Config`: For `LT2ForCausalLM`.
 
     Raises:
         ConversionError: For a teacher that is not supported.
-        ValueError: For wrong layers, mixer or options.
+        ValueError: For wrong layers, mixers or options.
     """
     check_teacher_config(teacher_config)
-    if mixer not in MIXER_OPTIONS:
-        raise ValueError(f"mixer={mixer!r} is unknown; allowed: {', '.join(MIXER_OPTIONS)}")
-    unknown = sorted(set(mixer_options) - set(MIXER_OPTIONS[mixer]))
-    if unknown:
-        raise ValueError(
-            f"unknown option(s) {unknown} for mixer {mixer!r}; allowed: {', '.join(MIXER_OPTIONS[mixer])}"
-        )
-    options = {**MIXER_OPTIONS[mixer], **mixer_options}
     num_layers = teacher_config.num_hidden_layers
-    kept = set(parse_keep_layers(keep_layers, num_layers))
-    if mixer == "window" and len(kept) < num_layers and not options["sliding_window"]:
+    layer_mixers = parse_mixers(mixer, parse_keep_layers(keep_layers, num_layers), num_layers)
+    used = list(dict.fromkeys(name for name in layer_mixers if name != "full"))
+    # Where all layers are kept, a single name still says whose fields the config describes.
+    described = used or ([mixer] if isinstance(mixer, str) and mixer in MIXER_OPTIONS else [])
+    options = _options(described, mixer_options)
+    if "window" in used and not options["sliding_window"]:
         raise ValueError('mixer="window" needs sliding_window=<tokens>, e.g. convert(..., sliding_window=512)')
     looped = teacher_config.model_type == "ouro"
-    names = [field.name for field in fields(LT2Config)]
     values = {
-        name: copy.deepcopy(value)
-        for name in names
-        if name not in _NOT_CARRIED and (value := _read(teacher_config, name)) is not None
+        field.name: copy.deepcopy(value)
+        for field in fields(LT2Config)
+        if field.name not in _NOT_CARRIED and (value := _read(teacher_config, field.name)) is not None
     }
+    for name in described:
+        values |= _mixer_sizes(name, values)
     values.update(
         num_loops=_read(teacher_config, "num_loops") if looped else 1,
-        layer_mixers=["full" if layer in kept else mixer for layer in range(num_layers)],
+        layer_mixers=layer_mixers,
         block_style="sandwich" if looped else "pre",
         norm_cast="before_weight",
         norm_between_loops=looped,
         early_exit_gate=looped,
         use_loop_residual=False,
         attn_output_gate=False,
-        gdn_num_heads=values["num_attention_heads"],
-        gdn_head_dim=values["head_dim"],
-        gdn_expand_v=1,
         bos_token_id=teacher_config.bos_token_id,
         eos_token_id=teacher_config.eos_token_id,
         pad_token_id=teacher_config.pad_token_id,
         **{name: value for name, value in options.items() if value is not None},
     )
+    _check_fit(used, values)
     config = LT2Config(**values)
     if looped:
         repair_special_tokens(config)
     config._attn_implementation = teacher_config._attn_implementation
     return config
+
+
+def _options(mixers: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of these mixers, the given ones over the defaults."""
+    options = {key: value for name in mixers for key, value in MIXER_OPTIONS[name].items()}
+    if unknown := sorted(set(given) - set(options)):
+        raise ValueError(f"unknown option(s) {unknown} for mixer {', '.join(mixers)!r}; allowed: {', '.join(options)}")
+    return options | dict(given)
+
+
+def _check_fit(mixers: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Refuse what a mixer cannot take over from the teacher."""
+    bare = sorted(set(mixers) & set(_WITHOUT_BIAS))
+    if bare and values.get("attention_bias"):
+        raise ConversionError(
+            f"the teacher has biases on q, k, v and o (attention_bias=True), which {' and '.join(bare)} layers do not "
+            f"have; choose other mixers: {', '.join(name for name in MIXER_OPTIONS if name not in _WITHOUT_BIAS)}"
+        )
+    if "dsa" in mixers and values["dsa_latent_dim"] > values["hidden_size"]:
+        raise ValueError(
+            f"dsa_latent_dim={values['dsa_latent_dim']} is more than hidden_size={values['hidden_size']}, which holds "
+            "all keys and values already"
+        )
+
+
+def _mixer_sizes(mixer: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that give a mixer the sizes of the teacher's attention."""
+    heads, key_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    head_dim, hidden = values["head_dim"], values["hidden_size"]
+    if mixer == "window":
+        return {}
+    if mixer == "nsa":
+        return {"nsa_num_key_value_heads": key_heads}
+    if mixer == "dsa":
+        # Values, and the keys without positions, need (2 * key_heads - 1) * head_dim; more than 512 is much to cache.
+        latent = min((2 * key_heads - 1) * head_dim, hidden, max(512, head_dim))
+        return {"dsa_latent_dim": latent, "dsa_tail_dim": head_dim, "dsa_rope": True}
+    if mixer == "mamba2":
+        expand, rest = divmod(heads * head_dim, hidden)
+        expand = heads * head_dim / hidden if rest else expand
+        return {"mamba2_num_heads": heads, "mamba2_expand": expand, "mamba2_state_size": head_dim}
+    return {f"{mixer}_num_heads": heads, f"{mixer}_head_dim": head_dim, f"{mixer}_expand_v": 1}
 
 
 def _read(config: PreTrainedConfig, name: str) -> Any:

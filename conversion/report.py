@@ -23,7 +23,7 @@ class TensorRecord:
 
     Args:
         name (`str`): Its name in the student's state dict.
-        source (`str | None`): The teacher's tensor it was made of; `None` if fresh.
+        source (`str | None`): The teacher's tensor it was made of, or several joined by `" + "`; `None` if fresh.
         action (`str`): `"copied"`, `"transformed"` or `"fresh"`.
         how (`str`): The transform or the initialisation in words.
         shape (`list[int]`): Its shape.
@@ -54,11 +54,12 @@ class ConversionReport:
         kept_layers (`list[int]`): Physical layers that keep full attention, in all loops.
         num_layers (`int`): Physical layers.
         num_loops (`int`): Loops.
-        mixer (`str`): Mixer of the other layers.
+        mixer (`str`): Mixers of the other layers, joined by commas.
         mixer_options (`dict`): Its options.
         seed (`int`): Seed of the fresh tensors.
         dtype (`str`): dtype of the student.
         tensors (`list[TensorRecord]`): One record per tensor of the student's state dict.
+        layer_mixers (`list[str]`): Mixer of each physical layer; empty in reports of earlier versions.
         all_zero (`list[str]`): Teacher tensors that hold nothing but zeros (biases often do).
         verified (`dict | None`): `max_abs_difference` between the logits of the teacher and of the student with all
             layers kept, on random tokens; `None` if they were not compared.
@@ -75,6 +76,7 @@ class ConversionReport:
     seed: int
     dtype: str
     tensors: list[TensorRecord]
+    layer_mixers: list[str] = field(default_factory=list)
     all_zero: list[str] = field(default_factory=list)
     verified: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
@@ -125,8 +127,7 @@ class ConversionReport:
         lines = [
             f"{self.teacher['class']} ({self.teacher['source']}) -> LT2ForCausalLM, {self.num_layers} layers{loops}, "
             f"{self.num_parameters:,} parameters ({self.teacher['parameters']:,} in the teacher), {self.dtype}",
-            f"full attention kept in {len(self.kept_layers)}: {_ranges(self.kept_layers) or 'none'}; "
-            f"{self.mixer} in the other {self.num_layers - len(self.kept_layers)}",
+            f"full attention kept in {len(self.kept_layers)}: {_ranges(self.kept_layers) or 'none'}; {self._others()}",
             "; ".join(f"{n['tensors']} tensors {action} ({n['parameters']:,})" for action, n in counts.items()),
             "no teacher tensor left over, no student tensor missing or zero-filled",
         ]
@@ -138,6 +139,16 @@ class ConversionReport:
                 f"{self.verified['max_abs_difference']:.3g} on {self.verified['tokens']} random tokens"
             )
         return "\n".join(lines + self.notes)
+
+    def _others(self) -> str:
+        """Say which mixers the layers have that are not kept."""
+        where: dict[str, list[int]] = {}
+        for layer, name in enumerate(self.layer_mixers):
+            where.setdefault(name, []).append(layer)
+        where.pop("full", None)
+        if len(where) > 1:
+            return ", ".join(f"{name} in {len(layers)}: {_ranges(layers)}" for name, layers in where.items())
+        return f"{self.mixer or 'no mixer'} in the other {self.num_layers - len(self.kept_layers)}"
 
     def table(self) -> "Table":
         """Return a `rich.table.Table`: tensors of the same layers with the same origin share a row."""

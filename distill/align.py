@@ -16,6 +16,10 @@ learn, T loops and loop weights `w` (uniform by default):
 In layers with two norms nothing follows the mixer, so `residual` and `mixer` are the same. The distance is the mean
 squared error, or `||a - s|| / sqrt(d)` with `form="l2norm"`.
 
+An indexer, which picks the tokens that a `dsa` mixer reads, gets no gradient from this. With a
+`dsa_indexer_loss_weight` in the student's config its own loss is added to the terms of its layer, times that weight;
+without one the indexer stays as it is.
+
 All layers train at once and independently, since the stream is the teacher's. Only the mixers that replaced attention
 train. The teacher runs once a batch; the gradient of each of the T x N terms is taken as soon as the teacher has
 passed it and only summed up, so that no more than one mixer's activations are alive at a time.
@@ -32,9 +36,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from loopergy.configuration.looped_config import RECURRENT
+from loopergy.configuration.looped_config import FULL, INDEXED, RECURRENT, SLIDING
 from loopergy.distill.losses import IGNORE, alignment_loss
-from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets
+from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets, indexer_parameters
 from loopergy.distill.teacher import MixerCall, finish_block, loop_states, num_loops, post_mixer_norm, watch_mixers
 from loopergy.modeling.looped_inputs import looped_masks, mask_key, read_inputs
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
@@ -85,25 +89,28 @@ class _GivenGradients(torch.autograd.Function):
 
 
 class _MixerInputs:
-    """Make, once a batch, what the student's mixers take beside the hidden state: masks and document borders."""
+    """Make, once a batch, what the student's mixers take beside the hidden state: masks, positions, borders."""
 
     def __init__(self, student: LT2ForCausalLM, batch: Mapping[str, Any]):
         self.config, self.batch = student.config, batch
-        self._made: tuple[dict, torch.Tensor | None] | None = None
+        self._made: tuple[dict, dict[str, Any]] | None = None
 
     def __call__(self, call: MixerCall) -> dict[str, Any]:
         layer_type, window = self.config.visit(call.loop, call.layer)
         if self._made is None:
             mask, positions = self.batch.get("attention_mask"), self.batch.get("position_ids")
             shared = read_inputs(self.config, call.inputs, mask, positions, None, False, None, dict(self.batch))
+            borders = None if shared.documents is None else shared.documents.cu_seqlens
             masks = looped_masks(self.config, shared, call.inputs, mask)
-            self._made = masks, None if shared.documents is None else shared.documents.cu_seqlens
-        masks, cu_seqlens = self._made
-        if layer_type == RECURRENT:
-            return {"attention_mask": masks[RECURRENT], "cu_seqlens": cu_seqlens}
-        position_embeddings = call.arguments["position_embeddings"]
-        mask = masks[mask_key(layer_type, window)]
-        return {"attention_mask": mask, "window": window, "position_embeddings": position_embeddings}
+            self._made = masks, {"position_ids": shared.position_ids, "cu_seqlens": borders}
+        masks, others = self._made
+        inputs = {"attention_mask": masks[mask_key(layer_type, window)], **others}
+        if layer_type != RECURRENT:
+            inputs |= {"window": window, "position_embeddings": call.arguments["position_embeddings"]}
+        if layer_type in (FULL, SLIDING):
+            # The mask keeps documents apart; attention kernels take borders by other names.
+            del inputs["cu_seqlens"]
+        return inputs
 
 
 class AlignModule(StageModule):
@@ -144,6 +151,9 @@ class AlignModule(StageModule):
         student.requires_grad_(False)
         for layer in self.layers:
             student.model.layers[layer].self_attn.requires_grad_(True)
+        if not student.config.dsa_indexer_loss_weight:
+            for parameter in indexer_parameters(student):
+                parameter.requires_grad_(False)
 
     def forward(
         self,
@@ -170,7 +180,7 @@ class AlignModule(StageModule):
         mask = batch_targets({**batch, "labels": labels}) != IGNORE
         count = mask.sum() if num_items_in_batch is None else num_items_in_batch
         mixer_inputs = _MixerInputs(self.student, batch)
-        trained = {layer: dict(self._mixer(layer).named_parameters()) for layer in self.layers}
+        trained = {layer: self._trained(layer) for layer in self.layers}
         with_gradient = torch.is_grad_enabled()
         gradients: dict[int, list[torch.Tensor | None]] = {}
         terms: list[torch.Tensor] = []
@@ -184,7 +194,7 @@ class AlignModule(StageModule):
             weight = self.loop_weights[call.loop] / len(self.layers)
             if not with_gradient or weight == 0:
                 return
-            parameters, scale = list(trained[call.layer].values()), torch.full_like(term, weight)
+            parameters, scale = trained[call.layer], torch.full_like(term, weight)
             new = torch.autograd.grad(term, parameters, scale, allow_unused=True)
             old = gradients.setdefault(call.layer, [None] * len(new))
             gradients[call.layer] = [_add(a, b) for a, b in zip(old, new, strict=True)]
@@ -194,7 +204,7 @@ class AlignModule(StageModule):
         table = torch.stack(terms).view(len(self.loop_weights), len(self.layers))
         loss = (table * table.new_tensor(self.loop_weights)[:, None]).sum() / len(self.layers)
         if with_gradient:
-            parameters = [p for layer in self.layers for p in trained[layer].values()]
+            parameters = [p for layer in self.layers for p in trained[layer]]
             flat = [g for layer in self.layers for g in gradients.get(layer, [None] * len(trained[layer]))]
             flat = [torch.zeros_like(p) if g is None else g for g, p in zip(flat, parameters, strict=True)]
             loss = _GivenGradients.apply(loss, flat, *parameters)
@@ -203,17 +213,26 @@ class AlignModule(StageModule):
     def _mixer(self, layer: int) -> nn.Module:
         return self.student.model.layers[layer].self_attn  # type: ignore[return-value]
 
+    def _trained(self, layer: int) -> list[nn.Parameter]:
+        return [parameter for parameter in self._mixer(layer).parameters() if parameter.requires_grad]
+
     def _term(self, call: MixerCall, inputs: dict[str, Any], mask: torch.Tensor, count: Any) -> torch.Tensor:
         """Return the distance between teacher and student at one visit."""
         mixer = self._mixer(call.layer)
         layer: nn.Module = self.teacher.base_model.layers[call.layer]  # type: ignore[index, assignment]
-        mixed, _ = mixer(call.inputs.to(mixer.o_proj.weight.dtype), cache=None, **inputs)  # type: ignore[union-attr]
+        rate = self.student.config.dsa_indexer_loss_weight
+        if rate and self.student.config.visit(call.loop, call.layer)[0] == INDEXED:
+            inputs["output_divergence"] = True
+        mixed, divergence = mixer(call.inputs.to(self.student.dtype), cache=None, **inputs)
         pair = [mixed.to(call.output.dtype), call.output]
         if self.target == "residual":
             pair = [post_mixer_norm(layer, value) for value in pair]
         elif self.target == "block":
             pair = [finish_block(layer, call.residual, value) for value in pair]
-        return alignment_loss(pair[0], pair[1], mask, self.form, num_items=count)  # type: ignore[arg-type]
+        term = alignment_loss(pair[0], pair[1], mask, self.form, num_items=count)  # type: ignore[arg-type]
+        if "output_divergence" in inputs:
+            term = term + rate * (divergence * mask).sum() / torch.as_tensor(count).clamp(min=1)
+        return term
 
 
 def _add(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:

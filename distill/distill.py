@@ -6,9 +6,9 @@ r"""Stage 2, distillation: the student, on its own stream, learns the teacher's 
 Teacher loop t teaches student loop t. The weights `w` start uniform over the loops and end on the last
 (`loop_weights` in `losses.py`); loops with weight 0 are skipped. Logits are never held whole.
 
-The kept layers have the teacher's attention; everything else comes from stage 1. All parameters train but the exit
-gate, the mixers (kept ones included) with `learning_rate`, the rest with `body_learning_rate`. The teacher's final
-pre-training rate is a good body rate; for Ouro that is about 1e-5.
+The kept layers have the teacher's attention; everything else comes from stage 1. All parameters train but those of
+exit gate and indexers: the mixers (kept ones included) with `learning_rate`, the rest with `body_learning_rate`. The
+teacher's final pre-training rate is a good body rate; for Ouro that is about 1e-5.
 
 Source: second stage of LT2's conversion (arXiv 2605.20670); rates and full-vocabulary KL from arXiv 2512.20569.
 """
@@ -31,6 +31,7 @@ from loopergy.distill.stage import (
     StageTrainer,
     batch_targets,
     check_previous,
+    indexer_parameters,
     kept_layers,
 )
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
@@ -91,7 +92,7 @@ class DistillModule(StageModule):
     """Compute the per-loop KL of a batch; see the head of this file.
 
     Args:
-        student (`LT2ForCausalLM`): All of it trains but the exit gate.
+        student (`LT2ForCausalLM`): All of it trains but exit gate and indexers.
         teacher (`PreTrainedModel`): Same number of loops.
         args (`DistillConfig`): Schedule and options of the KL.
     """
@@ -103,7 +104,7 @@ class DistillModule(StageModule):
             raise ValueError(f"The student has {student.config.num_loops} loops, the teacher {loops}; use the same.")
         self.args = args
         args.schedule(0.0, loops)
-        freeze_exit_gate(student)
+        freeze_unreached(student)
 
     def forward(
         self,
@@ -143,12 +144,12 @@ class DistillModule(StageModule):
         return {"loss": torch.stack(terms).sum()}
 
 
-def freeze_exit_gate(student: LT2ForCausalLM) -> None:
-    """Make all parameters trainable but those of the exit gate, which the losses of stages 2 and 3 do not reach."""
+def freeze_unreached(student: LT2ForCausalLM) -> None:
+    """Make all parameters trainable but those of exit gate and indexers: no loss of stages 2 and 3 reaches them."""
     student.requires_grad_(True)
     gate: nn.Module | None = student.model.early_exit_gate
-    if gate is not None:
-        gate.requires_grad_(False)
+    for parameter in (*(() if gate is None else gate.parameters()), *indexer_parameters(student)):
+        parameter.requires_grad_(False)
 
 
 class DistillTrainer(StageTrainer):

@@ -11,16 +11,18 @@ changed, and the rotary base too if `rope_theta` is given. Ouro was trained to 6
 Source: third stage of LT2's conversion (arXiv 2605.20670); cross-entropy and rate from RADLADS (arXiv 2505.03005).
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from loopergy.distill.distill import freeze_exit_gate
+from loopergy.distill.distill import freeze_unreached
 from loopergy.distill.losses import IGNORE, linear_cross_entropy, linear_kl
 from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets
 from loopergy.distill.teacher import head_weight, loop_states
+from loopergy.modeling.building_blocks import RotaryEmbedding
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 
@@ -44,7 +46,7 @@ class ExtendModule(StageModule):
     """Compute cross-entropy and KL of a batch; see the head of this file.
 
     Args:
-        student (`LT2ForCausalLM`): All of it trains but the exit gate.
+        student (`LT2ForCausalLM`): All of it trains but exit gate and indexers.
         teacher (`PreTrainedModel`, *optional*): Needed for `kl_weight` above 0.
         kl_weight (`float`, defaults to 0.0): Weight of the KL.
         chunk_size (`int`, *optional*): Tokens a chunk of logits.
@@ -64,7 +66,7 @@ class ExtendModule(StageModule):
         if kl_weight > 0 and teacher is None:
             raise ValueError(f"kl_weight={kl_weight} needs a teacher; pass one, or kl_weight=0.")
         self.kl_weight, self.chunk_size = kl_weight, chunk_size
-        freeze_exit_gate(student)
+        freeze_unreached(student)
 
     def forward(
         self,
@@ -103,8 +105,13 @@ def extend_positions(student: LT2ForCausalLM, length: int, rope_theta: float | N
     config.max_position_embeddings = length
     if rope_theta is not None:
         config.rope_parameters = {**(config.rope_parameters or {}), "rope_theta": rope_theta}
-    old = student.model.rotary_emb
-    student.model.rotary_emb = type(old)(config=config).to(old.inv_freq.device)
+    mixers: list[Any] = [layer.self_attn for layer in student.model.layers]
+    for module in (student.model, *mixers):
+        for name, old in list(module.named_children()):
+            if isinstance(old, RotaryEmbedding):
+                own = copy.copy(config)
+                own.__dict__["head_dim"] = old.config.head_dim
+                setattr(module, name, RotaryEmbedding(config=own).to(old.inv_freq.device))
 
 
 class ExtendTrainer(StageTrainer):

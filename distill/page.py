@@ -19,8 +19,8 @@ _TRAINING = (
     "distribution. Extend: plain language modelling on longer rows."
 )
 _DECODING = (
-    "One sequence. A full-attention slot stores keys and values of every token; a Gated DeltaNet slot stores one "
-    "matrix a head, whatever the length."
+    "One sequence. A slot of full or sparse attention stores keys and values of every token; one of a mixer with a "
+    "recurrent state, such as Gated DeltaNet, stores one matrix a head, whatever the length."
 )
 _RULES = (
     "body{margin:0;background:#f4f6f9;color:#1f2a37;"
@@ -54,7 +54,8 @@ def render(report: "Report") -> str:
     kept, layers = report.student.get("kept_layers"), report.teacher.get("layers")
     if kept is not None and layers:
         scores = report.selection.scores if report.selection else None
-        plan = draw_plan(kept, layers, report.teacher.get("loops", 1), scores)
+        mixers = report.student.get("mixers", ())
+        plan = draw_plan(kept, layers, report.teacher.get("loops", 1), scores, mixers)
         parts.append(_section("Which layers keep full attention", to_svg(plan), _PLAN))
     if report.heldout_kl:
         text = f"On {report.heldout_tokens:,} tokens of documents that were in no training data of the student."

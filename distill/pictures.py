@@ -15,6 +15,21 @@ _Drawn = TypeVar("_Drawn")
 
 INK, MUTED, PAPER = "#1f2a37", "#8a94a3", "#ffffff"
 FULL_COLOUR, LINEAR_COLOUR = "#e8833a", "#dbe4ee"
+# The mixers of layers that are not kept, in the order in which they occur: a name and a colour each.
+OTHER_COLOURS = (("grey", LINEAR_COLOUR), ("blue", "#7fb0d6"), ("green", "#8cc7a5"), ("violet", "#b9a3d8"))
+MIXER_NAMES = {
+    "window": "windowed attention",
+    "gdn": "Gated DeltaNet",
+    "kda": "Kimi Delta Attention",
+    "deltanet": "DeltaNet",
+    "mamba2": "Mamba2",
+    "hgrn2": "HGRN2",
+    "retnet": "RetNet",
+    "gla": "Gated Linear Attention",
+    "la": "linear attention",
+    "nsa": "Native Sparse Attention",
+    "dsa": "DeepSeek Sparse Attention",
+}
 MODEL_COLOURS = {
     "teacher": "#1f2a37",
     "converted": "#b8c4d2",
@@ -76,8 +91,27 @@ def to_svg(figure: "Figure") -> str:
     return text[text.index("<svg") :]
 
 
+def _colour_mixers(kept: Sequence[int], num_layers: int, mixers: Sequence[str]) -> tuple[list[str], str]:
+    """Return the colour of each layer, and what the colours mean in words."""
+    names = list(mixers) or ["other mixers"] * num_layers
+    found = dict.fromkeys(name for layer, name in enumerate(names) if layer not in kept)
+    # Mixers beyond the palette share its last colour.
+    looks = {name: OTHER_COLOURS[min(index, len(OTHER_COLOURS) - 1)] for index, name in enumerate(found)}
+    colours = [FULL_COLOUR if layer in kept else looks[name][1] for layer, name in enumerate(names)]
+    words: dict[str, list[str]] = {"orange": ["full attention"]}
+    for name, (word, _) in looks.items():
+        words.setdefault(word, []).append(MIXER_NAMES.get(name, name))
+    return colours, ",  ".join(f"{word}: {', '.join(alike)}" for word, alike in words.items())
+
+
 @styled
-def draw_plan(kept: Sequence[int], num_layers: int, loops: int, scores: Mapping[int, float] | None = None) -> "Figure":
+def draw_plan(
+    kept: Sequence[int],
+    num_layers: int,
+    loops: int,
+    scores: Mapping[int, float] | None = None,
+    mixers: Sequence[str] = (),
+) -> "Figure":
     """Draw the grid of loops and layers, kept layers lit, with the importance of each layer as a bar above.
 
     Args:
@@ -85,6 +119,7 @@ def draw_plan(kept: Sequence[int], num_layers: int, loops: int, scores: Mapping[
         num_layers (`int`): Physical layers.
         loops (`int`): Loops; one row each.
         scores (mapping, *optional*): Importance of each layer.
+        mixers (sequence of `str`, *optional*): Mixer of each layer, for the colours of those that are not kept.
 
     Returns:
         `Figure`: The picture.
@@ -94,9 +129,10 @@ def draw_plan(kept: Sequence[int], num_layers: int, loops: int, scores: Mapping[
     width = max(6.0, min(11.0, 0.36 * num_layers + 1.6))
     heights = [1.5 if scores else 0.01, 0.34 * loops + 0.3]
     figure, (bars, grid) = _two_rows(width, heights)
-    colours = [FULL_COLOUR if layer in kept else "#b8c4d2" for layer in range(num_layers)]
+    colours, meaning = _colour_mixers(kept, num_layers, mixers)
     if scores:
-        bars.bar(range(num_layers), [scores.get(layer, 0.0) for layer in range(num_layers)], color=colours, width=0.78)
+        shades = [FULL_COLOUR if layer in kept else "#b8c4d2" for layer in range(num_layers)]
+        bars.bar(range(num_layers), [scores.get(layer, 0.0) for layer in range(num_layers)], color=shades, width=0.78)
         bars.axhline(0, color=MUTED, linewidth=0.8)
         bars.set_ylabel("KL saved")
         bars.tick_params(axis="x", length=0, labelbottom=False)
@@ -105,14 +141,13 @@ def draw_plan(kept: Sequence[int], num_layers: int, loops: int, scores: Mapping[
         bars.set_visible(False)
     for loop in range(loops):
         for layer in range(num_layers):
-            lit = layer in kept
             grid.add_patch(
                 FancyBboxPatch(
                     (layer - 0.39, loop - 0.37),
                     0.78,
                     0.74,
                     boxstyle="round,pad=0,rounding_size=0.12",
-                    facecolor=FULL_COLOUR if lit else LINEAR_COLOUR,
+                    facecolor=colours[layer],
                     edgecolor="none",
                 )
             )
@@ -121,7 +156,7 @@ def draw_plan(kept: Sequence[int], num_layers: int, loops: int, scores: Mapping[
     grid.set_yticks(range(loops), [f"loop {loop + 1}" for loop in range(loops)])
     step = 1 if num_layers <= 32 else 2
     grid.set_xticks(range(0, num_layers, step))
-    grid.set_xlabel("physical layer    ( orange: full attention,  grey: Gated DeltaNet )")
+    grid.set_xlabel(f"physical layer    ( {meaning} )")
     grid.tick_params(length=0)
     for side in ("left", "bottom"):
         grid.spines[side].set_visible(False)
@@ -140,7 +175,7 @@ def _two_rows(width: float, heights: Sequence[float]) -> tuple["Figure", tuple[A
 def draw_selection(selection: "Selection") -> "Figure":
     """Draw a selection: its plan with one row a loop, and the scores where the strategy has them."""
     loops = max(1, len(selection.baseline_kl))
-    return draw_plan(selection.kept_layers, selection.num_layers, loops, selection.scores)
+    return draw_plan(selection.kept_layers, selection.num_layers, loops, selection.scores, selection.mixers)
 
 
 @styled

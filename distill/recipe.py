@@ -27,7 +27,9 @@ from typing import Any
 
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
 
+from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion import convert
 from loopergy.conversion.folders import new_folder
 from loopergy.conversion.report import REPORT_FILE
@@ -216,7 +218,8 @@ class RecipeRun:
     def _finished(self, name: str, settings: dict[str, Any]) -> StageRecord | None:
         """Return the record of a stage that is done; refuse one that was done with other settings."""
         record = StageRecord.load(self.folder / name)
-        if record is not None and record.metrics.get("settings") != settings:
+        # As they are read back: JSON turns the layers of a mapping into text.
+        if record is not None and record.metrics.get("settings") != json.loads(json.dumps(settings)):
             raise StageError(
                 f"Stage {name!r} in {self.folder} was finished with other settings: {record.metrics.get('settings')}, "
                 f"the recipe has {settings}. Remove that folder and those of later stages, or give another output."
@@ -328,7 +331,9 @@ class RecipeRun:
             record = StageRecord.load(self.folder / name)
             if record is None:
                 continue
-            report.student = {"kept_layers": record.kept_layers}
+            report.student["kept_layers"] = record.kept_layers
+            if (self.folder / name / CONFIG_NAME).is_file():
+                report.student["mixers"] = LT2Config.from_pretrained(str(self.folder / name)).layer_mixers
             heldout = record.metrics.get("heldout")
             row: dict[str, Any] = {"stage": name, "tokens": record.tokens_seen, "seconds": record.metrics["seconds"]}
             if heldout:

@@ -110,7 +110,7 @@ def cache_bytes(cache: Any) -> int:
             for entry in value:
                 yield from tensors(entry)
 
-    names = ("keys", "values", "conv_states", "recurrent_states")
+    names = ("keys", "values", "block_keys", "block_values", "conv_states", "recurrent_states")
     held = (getattr(layer, name, None) for layer in cache.layers for name in names)
     return sum(tensor.numel() * tensor.element_size() for value in held for tensor in tensors(value))
 
@@ -178,7 +178,7 @@ class Report:
     Args:
         title (`str`): Headline.
         teacher (`dict`): Name, parameters, loops, layers.
-        student (`dict`): Parameters, kept layers, mixer.
+        student (`dict`): Parameters, kept layers, and `mixers`, the mixer of each layer.
         heldout_kl (`dict`): Stage to KL in nats a token.
         heldout_perplexity (`dict`): Stage, or `"teacher"`, to perplexity.
         heldout_tokens (`int`, defaults to 0): Tokens both were measured on.

@@ -61,6 +61,7 @@ class Selection:
         tokens (`int`, defaults to 0): Tokens the candidates were scored on.
         budget_tokens (`int`, defaults to 0): Tokens each candidate was trained on.
         seconds (`float`, defaults to 0.0): Wall time.
+        mixers (`list[str]`): Mixer of each physical layer before the selection.
     """
 
     kept_layers: list[int]
@@ -74,6 +75,7 @@ class Selection:
     tokens: int = 0
     budget_tokens: int = 0
     seconds: float = 0.0
+    mixers: list[str] = field(default_factory=list)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the selection as JSON, and write it to `path` if one is given."""
@@ -269,7 +271,8 @@ def select_layers(
         raise ValueError(f"The student has full attention in layers {own} already; `keep`={keep!r} must include them.")
     began, training = time.perf_counter(), student.training
     student.eval()
-    selection = Selection(wanted, strategy, total, budget_tokens=budget_tokens)
+    mixers = list(student.config.layer_mixers)
+    selection = Selection(wanted, strategy, total, budget_tokens=budget_tokens, mixers=mixers)
     if strategy not in ("given", "uniform"):
         if not batches:
             raise ValueError(f"strategy={strategy!r} needs at least one batch.")

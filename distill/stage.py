@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from loopergy.distill.data import LanguageModelCollator
 from loopergy.distill.losses import IGNORE, shift_targets
 from loopergy.distill.teacher import resolve_teacher
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.modeling.weight_decay import decays
 
 STAGE_FILE = "stage.json"
 DATA_STATE_FILE = "data_state.json"
@@ -60,6 +61,14 @@ def config_hash(config: LT2Config) -> str:
 def kept_layers(config: LT2Config) -> list[int]:
     """Return the physical layers with full attention, in all loops."""
     return [layer for layer, mixer in enumerate(config.layer_mixers) if mixer == "full"]
+
+
+def indexer_parameters(student: LT2ForCausalLM) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of the indexers of `dsa` layers, which no loss reaches but their own."""
+    for index, mixer in enumerate(student.config.layer_mixers):
+        if mixer == "dsa":
+            sparse: nn.Module = student.model.layers[index].self_attn  # type: ignore[assignment]
+            yield from (parameter for name, parameter in sparse.named_parameters() if "_score_" in name)
 
 
 @dataclass
@@ -332,19 +341,18 @@ class StageTrainer(Trainer):
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the optimizer's groups; parameters of `self_attn` are the mixers', kept layers included.
 
-        Vectors (norms, biases, `A_log`, `dt_bias`) and the loop residual get no weight decay.
+        [`decays`] says which get weight decay.
         """
         body = self.args.body_learning_rate
         rates = {True: self.args.learning_rate, False: self.args.learning_rate if body is None else body}
         groups = {
-            (mixer, decays): {"params": [], "lr": rates[mixer], "weight_decay": self.args.weight_decay * decays}
+            (mixer, decayed): {"params": [], "lr": rates[mixer], "weight_decay": self.args.weight_decay * decayed}
             for mixer in (True, False)
-            for decays in (True, False)
+            for decayed in (True, False)
         }
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                decays = parameter.ndim > 1 and not name.endswith("loop_residual")
-                groups["self_attn" in name, decays]["params"].append(parameter)
+                groups["self_attn" in name, decays(name, parameter)]["params"].append(parameter)
         return [group for group in groups.values() if group["params"]]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

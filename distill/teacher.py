@@ -126,6 +126,8 @@ def loop_states(model: PreTrainedModel, batch: Mapping[str, Any]) -> tuple[torch
         return (body(**inputs, use_cache=False).last_hidden_state,)
     if hasattr(model.config, "early_exit_threshold"):
         inputs["exit_threshold"] = 1.0
+    if "dsa" in getattr(model.config, "layer_mixers", ()):
+        inputs["output_indexer_divergence"] = False
     return body(**inputs, use_cache=False, output_loop_hidden_states=True).loop_hidden_states
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Looped language models as ordinary transformers models.
+"""Looped and energy-based language models as ordinary transformers models.
 
 Importing this package registers its model types with transformers' Auto classes, and that is all that happens then.
 Conversion and distillation load on first use.
@@ -13,10 +13,24 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from loopergy.configuration.configuration_cem_llama import CEMLlamaConfig
+from loopergy.configuration.configuration_gpt_baselines import GPTBaselineConfig
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_nrgpt import NRGPTConfig
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.modeling.kernels.kernel_backends import kernel_backend
+from loopergy.modeling.modeling_cem_llama import (
+    CEMLlamaForCausalLM,
+    CEMLlamaForSequenceClassification,
+    CEMLlamaModel,
+    CEMLlamaPreTrainedModel,
+)
+from loopergy.modeling.modeling_gpt_baselines import (
+    GPTBaselineForCausalLM,
+    GPTBaselineForSequenceClassification,
+    GPTBaselineModel,
+    GPTBaselinePreTrainedModel,
+)
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM, LT2ForSequenceClassification, LT2Model, LT2PreTrainedModel
 from loopergy.modeling.modeling_nrgpt import (
     NRGPTForCausalLM,
@@ -33,6 +47,12 @@ from loopergy.modeling.modeling_ouro import (
 
 if TYPE_CHECKING:
     from loopergy.conversion.convert import Conversion, convert, restore_layers
+    from loopergy.conversion.nrgpt_official import (
+        gpt_baseline_from_official,
+        gpt_baseline_to_official,
+        nrgpt_from_official,
+        nrgpt_to_official,
+    )
     from loopergy.conversion.report import ConversionReport
     from loopergy.distill.align import AlignConfig, AlignTrainer
     from loopergy.distill.distill import DistillConfig, DistillTrainer
@@ -49,12 +69,20 @@ logger = logging.get_logger(__name__)
 FAMILIES = (
     (OuroConfig, OuroModel, OuroForCausalLM, OuroForSequenceClassification),
     (LT2Config, LT2Model, LT2ForCausalLM, LT2ForSequenceClassification),
+    (CEMLlamaConfig, CEMLlamaModel, CEMLlamaForCausalLM, CEMLlamaForSequenceClassification),
+    (GPTBaselineConfig, GPTBaselineModel, GPTBaselineForCausalLM, GPTBaselineForSequenceClassification),
     (NRGPTConfig, NRGPTModel, NRGPTForCausalLM, NRGPTForSequenceClassification),
 )
 
 # Public names of the rooms that load on first use, by the file that has them.
 _LAZY = {
     "loopergy.conversion.convert": ("Conversion", "convert", "restore_layers"),
+    "loopergy.conversion.nrgpt_official": (
+        "gpt_baseline_from_official",
+        "gpt_baseline_to_official",
+        "nrgpt_from_official",
+        "nrgpt_to_official",
+    ),
     "loopergy.conversion.report": ("ConversionReport",),
     "loopergy.distill.align": ("AlignConfig", "AlignTrainer"),
     "loopergy.distill.distill": ("DistillConfig", "DistillTrainer"),
@@ -68,6 +96,11 @@ _FILE_OF = {name: file for file, names in _LAZY.items() for name in names}
 __all__ = [
     "AlignConfig",
     "AlignTrainer",
+    "CEMLlamaConfig",
+    "CEMLlamaForCausalLM",
+    "CEMLlamaForSequenceClassification",
+    "CEMLlamaModel",
+    "CEMLlamaPreTrainedModel",
     "Conversion",
     "ConversionReport",
     "DistillConfig",
@@ -75,6 +108,11 @@ __all__ = [
     "EnergyTrace",
     "ExtendConfig",
     "ExtendTrainer",
+    "GPTBaselineConfig",
+    "GPTBaselineForCausalLM",
+    "GPTBaselineForSequenceClassification",
+    "GPTBaselineModel",
+    "GPTBaselinePreTrainedModel",
     "LT2Config",
     "LT2ForCausalLM",
     "LT2ForSequenceClassification",
@@ -94,7 +132,11 @@ __all__ = [
     "__version__",
     "convert",
     "export",
+    "gpt_baseline_from_official",
+    "gpt_baseline_to_official",
     "kernel_backend",
+    "nrgpt_from_official",
+    "nrgpt_to_official",
     "push",
     "register",
     "restore_layers",

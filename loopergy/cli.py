@@ -13,18 +13,25 @@ from typing import Annotated, Any
 import typer
 
 import loopergy
-from loopergy.cli_options import Settings, example, settings
+from loopergy.cli_options import Fields, Settings, example, print_fields, settings
 from loopergy.cli_tasks import task_app
 
 app = typer.Typer(
     name="loopergy",
-    help="Looped language models as ordinary transformers models: convert, distil, generate.",
+    help="Looped and energy-based language models as ordinary transformers models: convert, distil, generate, trace.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 MODEL_HELP = "Folder, Hub id, or .gguf file."
+MIXER_HELP = (
+    "Mixer of the other layers: gdn, window, kda, deltanet, mamba2, hgrn2, retnet, gla, la, nsa or dsa; or a pattern "
+    "over these layers, such as gdn*3,dsa."
+)
+FORMAT_HELP = (
+    "lt2; or rewritten exactly: llama (of cem_llama), cem_llama (of a tied llama), nrgpt (of an official .pt)."
+)
 DEMO_HELP = "Gets the report and the student."
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it appears whole or not at all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it holds something.")]
@@ -65,18 +72,30 @@ def convert(
     teacher: Annotated[str, typer.Argument(help=MODEL_HELP)],
     output: Output,
     keep_layers: Annotated[
-        str, typer.Option("--keep-layers", "-k", help="Layers that keep full attention: 3,7,11, a count, all or none.")
-    ],
-    mixer: Annotated[str, typer.Option(help="Mixer of the other layers: gdn or window.")] = "gdn",
+        str | None,
+        typer.Option("--keep-layers", "-k", help="Layers that keep full attention: 3,7,11, a count, all or none."),
+    ] = None,
+    mixer: Annotated[str, typer.Option(help=MIXER_HELP)] = "gdn",
+    to: Annotated[str, typer.Option(help=FORMAT_HELP)] = "lt2",
     seed: Annotated[int, typer.Option(help="Seed of the fresh tensors.")] = 0,
     dtype: Dtype = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a Hub id.")] = None,
     option: Settings = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn an Ouro or Llama-shaped model into a hybrid, and report where each tensor came from."""
+    """Turn an Ouro or Llama-shaped model into a hybrid, and report where each tensor came from.
+
+    With --to, rewrite a checkpoint in another format that computes the same.
+    """
+    from loopergy.conversion.exact_formats import convert_format
     from loopergy.conversion.folders import check_new_folder
 
+    if to != "lt2":
+        convert_format(teacher, to, output, overwrite=overwrite, **settings(option))
+        typer.echo(f"written to {output}")
+        return
+    if keep_layers is None:
+        raise ValueError("give --keep-layers: 3,7,11, a count, all or none")
     check_new_folder(output, overwrite=overwrite)
     result = loopergy.convert(
         teacher, parse_layers(keep_layers), mixer, seed=seed, dtype=dtype, revision=revision, **settings(option)
@@ -101,7 +120,6 @@ RunFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the r
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML recipe; see recipes/.")]
 Teacher = Annotated[str | None, typer.Option(help="Folder, Hub id, .gguf file or smollm2; overrides the recipe's.")]
 Data = Annotated[str | None, typer.Option(help="Text: offline, a file, a folder, or a Hub data set; overrides.")]
-Fields = Annotated[bool, typer.Option("--fields", help="List what --set takes, and stop.")]
 
 
 def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str, str | None], pairs: dict) -> Any:
@@ -169,20 +187,10 @@ def show_stage(name: str, record: Any) -> None:
 
 def show_fields(stage: str) -> None:
     """Print the fields of a stage with their defaults and meaning."""
-    from transformers import TrainingArguments
-
     from loopergy.distill.recipe import SelectSettings
 
     kinds = {"align": "AlignConfig", "distill": "DistillConfig", "extend": "ExtendConfig"}
-    kind = getattr(loopergy, kinds[stage]) if stage in kinds else SelectSettings
-    common = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    trains = issubclass(kind, TrainingArguments)
-    for field in dataclasses.fields(kind):
-        if trains and field.name in common and field.default == common[field.name]:
-            continue
-        typer.echo(f"{field.name} = {field.default!r}\n    {field.metadata.get('help', '')}")
-    if trains:
-        typer.echo("... and every field of transformers.TrainingArguments.")
+    print_fields(getattr(loopergy, kinds[stage]) if stage in kinds else SelectSettings)
 
 
 @app.command(epilog=example("loopergy align --teacher smollm2 -o runs/smollm2 --set target_tokens=1_000_000"))

@@ -1,6 +1,7 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """What the verbs of the command line share: how they read KEY=VALUE, and how they show an example."""
 
+import dataclasses
 import re
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 SET_HELP = "KEY=VALUE, read as YAML; may be given many times."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+Fields = Annotated[bool, typer.Option("--fields", help="List what --set takes, and stop.")]
 
 
 def settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
@@ -40,3 +42,17 @@ def yaml_value(text: str) -> Any:
 def example(line: str) -> str:
     """Return the epilog that shows one working call of a verb."""
     return f"Example:  [bold]{line}[/bold]"
+
+
+def print_fields(kind: type) -> None:
+    """Print the fields of a dataclass of settings with their defaults and meaning."""
+    from transformers import TrainingArguments
+
+    common = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    trains = issubclass(kind, TrainingArguments)
+    for field in dataclasses.fields(kind):
+        if trains and field.name in common and field.default == common[field.name]:
+            continue
+        typer.echo(f"{field.name} = {field.default!r}\n    {field.metadata.get('help', '')}")
+    if trains:
+        typer.echo("... and every field of transformers.TrainingArguments.")

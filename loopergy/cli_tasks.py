@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loopergy.cli_options import SET_HELP, Settings, example, settings
+from loopergy.cli_options import SET_HELP, Fields, Settings, example, print_fields, settings
 
 task_app = typer.Typer(
     name="task",
@@ -19,10 +19,8 @@ task_app = typer.Typer(
 Name = Annotated[str, typer.Argument(help="Task; `loopergy task list` shows them.")]
 OPTION_HELP = "Option of the task. " + SET_HELP
 Options = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help=OPTION_HELP)]
-Config = Annotated[
-    list[str] | None,
-    typer.Option("--config", metavar="KEY=VALUE", help="Field of a fresh model's config. " + SET_HELP),
-]
+CONFIG_HELP = "Field of a fresh model's config. " + SET_HELP
+Config = Annotated[list[str] | None, typer.Option("--config", metavar="KEY=VALUE", help=CONFIG_HELP)]
 
 
 @task_app.command("list", epilog=example("loopergy task list"))
@@ -32,9 +30,8 @@ def list_tasks() -> None:
 
     for name, kind in TASKS.items():
         typer.echo(f"{name}\n    {(kind.__doc__ or '').splitlines()[0]}")
-        pairs = [
-            f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in task_options(name).items()
-        ]
+        shown = {key: list(value) if isinstance(value, tuple) else value for key, value in task_options(name).items()}
+        pairs = [f"{key}={value}" for key, value in shown.items()]
         typer.echo(f"    {'  '.join(pairs)}")
 
 
@@ -47,18 +44,20 @@ def train(
     config: Config = None,
     setting: Settings = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, rows and dropout.")] = 0,
+    fields: Fields = False,
 ) -> None:
     """Train a model on a task, and measure it; writes the model, its tokenizer and history.json."""
     from loopergy.tasks.new_model import new_model
     from loopergy.tasks.training import TaskConfig, train_on_task
 
+    if fields:
+        print_fields(TaskConfig)
+        return
     quiet()
     values = settings(setting)
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(TaskConfig)})
     if unknown:
-        raise ValueError(
-            f"--set: a training on a task has no setting {', '.join(map(repr, unknown))}; see TaskConfig."
-        )
+        raise ValueError(f"--set: there is no setting {', '.join(map(repr, unknown))}; --fields lists all.")
     if Path(model).is_dir():
         if config:
             raise ValueError(f"--config shapes a fresh model, but {model} is a folder with a model.")
@@ -68,9 +67,7 @@ def train(
         network = new_model(model, task, seed, **settings(config, "--config"))
     args = TaskConfig(**{"output_dir": str(output), "seed": seed, **values})
     typer.echo(f"{name}: {network.config.model_type}, {network.num_parameters():,} parameters")
-    history = train_on_task(network, task, args)
-    for point in history.points:
-        typer.echo("  ".join(f"{key} {value:.6g}" for key, value in point.items()))
+    history = train_on_task(network, task, args, [print_logs()])
     typer.echo("test: " + ", ".join(f"{key} {value:.4f}" for key, value in history.test.items()))
     typer.echo(f"written to {output}")
 
@@ -108,6 +105,20 @@ def evaluate(
         typer.echo(line)
 
 
+def print_logs() -> Any:
+    """Return a trainer's callback that prints loss, accuracy and learning rate as they come."""
+    from transformers import TrainerCallback
+
+    class PrintLogs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            names = ("loss", "learning_rate", "eval_loss", "eval_accuracy")
+            parts = [f"{name} {logs[name]:.4g}" for name in names if name in logs]
+            if parts:
+                typer.echo(f"step {state.global_step:>6}  " + "  ".join(parts))
+
+    return PrintLogs()
+
+
 def quiet() -> None:
     """Show no progress bars: a run on a task saves often, and in no time."""
     from transformers.utils.logging import disable_progress_bar
@@ -126,16 +137,18 @@ def task_for(name: str, options: dict[str, Any], model: str | None) -> Any:
     """Make a task; with a model, with its tokenizer where the task takes one, and by default with its run's options.
 
     Raises:
-        ValueError: The model's vocabulary is not that of the task.
+        ValueError: The model's vocabulary is not that of the task, or its training is not finished.
     """
     from transformers import AutoTokenizer
 
     from loopergy.tasks.catalog import make_task
-    from loopergy.tasks.training import task_of_run
+    from loopergy.tasks.training import HISTORY_FILE, task_of_run
 
     if model is None:
         return make_task(name, **options)
     run = task_of_run(model) or {}
+    if run and not (Path(model) / HISTORY_FILE).is_file():
+        raise ValueError(f"{model} holds an unfinished run; the call of `loopergy task train` that began it ends it.")
     kept = {key: value for key, value in run.items() if key != "task"} if run.get("task") == name else {}
     tokenizer = AutoTokenizer.from_pretrained(model)
     if name == "needle":

@@ -2,11 +2,15 @@
 """Watch a model descend: the energy of every token over the steps, as data and as a picture."""
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from loopergy.modeling.descent_guarantee import DescentConditions, descent_conditions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,16 +26,16 @@ class EnergyTrace:
         energies (`dict[str, torch.Tensor]`): part (`"attention"`, `"feed_forward"`, `"total"`) to energies of shape
             (layers, steps + 1, tokens): before each step and after the last.
         tokens (`list[str]`): what each token reads as, or its id.
-        state_change (`torch.Tensor` of shape (steps, tokens), *optional*): how far each step moves the normed state,
-            relative to its length, where the model has one state per step: 0 is a fixed point.
-        conditions (`list[str]`): which conditions of the model's descent guarantee hold for its weights, one sentence
-            each; empty for models without such a guarantee.
+        state_change (`torch.Tensor` of shape (steps, tokens), *optional*): how far each step moves the normed state of
+            a token (root mean square over the width), in a model of one repeated block: 0 is a fixed point.
+        conditions ([`DescentConditions`], *optional*): which conditions of NRGPT's descent guarantee hold for the
+            weights, and which do not.
     """
 
     energies: dict[str, torch.Tensor]
     tokens: list[str]
     state_change: torch.Tensor | None = None
-    conditions: list[str] = field(default_factory=list)
+    conditions: DescentConditions | None = None
 
     def mean(self, part: str) -> torch.Tensor:
         """Return the mean over tokens, (layers, steps + 1)."""
@@ -40,15 +44,16 @@ class EnergyTrace:
     def share_rising(self, part: str) -> torch.Tensor:
         """Return the share of tokens whose energy rises in each step, (layers, steps), between 0 and 1.
 
-        A rise within rounding, below 1e-6 of the energy's size, does not count.
+        A rise within rounding, below 1e-6 of the layer's largest energy, does not count.
         """
         energies = self.energies[part]
-        tolerance = 1e-6 * energies.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+        tolerance = 1e-6 * energies.abs().amax(dim=(1, 2), keepdim=True)
         return (energies.diff(dim=1) > tolerance).to(energies.dtype).mean(-1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain numbers, lists and strings."""
-        values: dict[str, Any] = {"tokens": self.tokens, "conditions": self.conditions}
+        values: dict[str, Any] = {"tokens": self.tokens}
+        values["conditions"] = None if self.conditions is None else asdict(self.conditions)
         values["state_change"] = None if self.state_change is None else self.state_change.tolist()
         for part, energies in self.energies.items():
             values[part] = {
@@ -69,13 +74,17 @@ class EnergyTrace:
             rising = self.share_rising(part)
             for layer, mean in enumerate(self.mean(part)):
                 lines.append(
-                    f"{part:<13}{layer:>6}{energies.shape[1] - 1:>7}{mean[0]:>14.4f}{mean[-1]:>14.4f}"
+                    f"{part:<13}{layer:>6}{energies.shape[1] - 1:>7}{mean[0]:>14.6g}{mean[-1]:>14.6g}"
                     f"{rising[layer].mean():>14.1%} "
                 )
         if self.state_change is not None:
             change = self.state_change.mean(-1)
-            lines.append(f"state moved by {change[0]:.1%} in the first step, by {change[-1]:.1%} in the last")
-        return "\n".join([*lines, *self.conditions])
+            lines.append(
+                f"the normed state moves by {change[0]:.3g} in the first step, by {change[-1]:.3g} in the last"
+            )
+        if self.conditions is not None:
+            lines.append(str(self.conditions))
+        return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw one row a part: mean energy over steps, the change of each token, the share that rises.
@@ -124,25 +133,47 @@ def trace(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _step_states(base) as states:
             outputs = base(
-                ids.to(model.device),
-                num_steps=num_steps,
-                output_energies=True,
-                output_hidden_states=model_type == "nrgpt",
-                use_cache=False,
+                ids.to(model.device), num_steps=num_steps, output_energies=True, use_cache=False, return_dict=True
             )
     finally:
         model.train(was_training)
-    energies = {
-        part: outputs.energies[part][:, :, 0].cpu() for part in PARTS if outputs.energies.get(part) is not None
-    }
-    if not energies:
+    parts = [part for part in PARTS if outputs.energies.get(part) is not None]
+    if not parts:
         raise ValueError(
-            "No sub-layer of this model descends an energy: its config has cem_attention=False and cem_mlp=False."
+            "No sub-layer of this model descends an energy: see cem_attention, cem_mlp and the cem_tie_* fields."
         )
-    names = tokenizer.convert_ids_to_tokens(ids[0].tolist()) if tokenizer is not None else map(str, ids[0].tolist())
-    return EnergyTrace(energies, list(names))
+    names = [str(token) for token in ids[0].tolist()]
+    if tokenizer is not None:
+        names = tokenizer.convert_ids_to_tokens(ids[0].tolist())
+    result = EnergyTrace({part: outputs.energies[part][:, :, 0].cpu() for part in parts}, names)
+    if states:
+        normed = torch.stack([base.block.norm(state)[0] for state in states]).detach()
+        result.state_change = normed.diff(dim=0).square().mean(dim=-1).sqrt().cpu()
+        result.conditions = descent_conditions(base)
+    return result
+
+
+@contextmanager
+def _step_states(base: Any) -> Iterator[list[torch.Tensor]]:
+    """Collect the state before the first and after each application of a repeated block, if the model has one."""
+    states: list[torch.Tensor] = []
+    block = getattr(base, "block", None)
+    if block is None:
+        yield states
+        return
+
+    def collect(module: Any, inputs: tuple, output: torch.Tensor) -> None:
+        if not states:
+            states.append(inputs[0])
+        states.append(output)
+
+    hook = block.register_forward_hook(collect)
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
 def _draw(trace: EnergyTrace) -> "Figure":
@@ -174,13 +205,16 @@ def _draw_part(figure: "Figure", row: Any, trace: EnergyTrace, part: str) -> Non
         row[0].plot(range(points), (mean[layer] - mean[layer, 0]).tolist(), color=colours[layer], marker="o", ms=3)
         row[2].plot(range(1, points), rising[layer].tolist(), color=colours[layer], marker="o", ms=3)
     row[0].axhline(0, color="#8a94a3", linewidth=0.8)
-    row[0].set_title(f"{title}: mean energy since the start")
+    row[0].set_title(f"{title} energy")
+    row[0].set_ylabel("mean change")
     row[2].set_title("share of tokens that rise")
     row[2].set_ylim(-0.03, 1.03)
     change = (energies[:, -1] - energies[:, 0]) if layers > 1 else energies[0, 1:] - energies[0, :1]
     limit = float(change.abs().max().clamp(min=1e-12))
-    image = row[1].imshow(change, aspect="auto", cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
-    row[1].set_title("change of each token (blue: down)")
+    image = row[1].imshow(
+        change.numpy(), aspect="auto", cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest"
+    )
+    row[1].set_title("each token (blue: down)")
     row[1].set_ylabel("layer" if layers > 1 else "step")
     row[1].set_xlabel("token")
     if layers == 1:

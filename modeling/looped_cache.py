@@ -1,9 +1,10 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """The generation cache of looped models: transformers' cache, one layer of it per (loop, layer) visit.
 
-Two kinds of cache layer are ours. [`GrowingLayer`] holds keys and values in a buffer with room to spare, so that a new
-token is written in place instead of copying the whole past. [`RecurrentLayer`] holds the state of a linear-attention
-mixer. Everything else (windows, static, offloaded and quantised caches, beams) is transformers'.
+Three kinds of cache layer are ours. [`GrowingLayer`] holds keys and values in a buffer with room to spare, so that a
+new token is written in place instead of copying the whole past. [`PooledLayer`] holds averages of blocks beside them.
+[`RecurrentLayer`] holds the state of a linear-attention mixer. Everything else (windows, static, offloaded and
+quantised caches, beams) is transformers'.
 """
 
 import copy
@@ -19,17 +20,22 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     LinearAttentionLayer,
+    StaticLayer,
 )
 from transformers.generation import GenerationMixin
 
 from loopergy.configuration.looped_config import (
     COUNTED_RECURRENT,
     FULL,
+    INDEXED,
+    POOLED,
     RECURRENT,
     LoopedConfigMixin,
     SlotPlan,
     resolve_num_loops,
 )
+from loopergy.modeling.kernels.block_sparse_attention import Pooling, completed_blocks, pool_blocks
+from loopergy.modeling.kernels.sparse_attention import fit
 
 
 class GrowingLayer(DynamicLayer):
@@ -93,6 +99,118 @@ def _moved(past: torch.Tensor | None, new: torch.Tensor, length: int, capacity: 
     if past is not None and length:
         buffer[..., :length, :].copy_(past)
     return buffer
+
+
+class PooledBlocksMixin(CacheLayerMixin):
+    """Keep averages of blocks of keys and values beside a layer's keys and values.
+
+    Attributes:
+        block_keys, block_values (`torch.Tensor` of shape [batch, heads, blocks, dim], *optional*): what
+            [`pool_blocks`] makes.
+        pooling ([`Pooling`], *optional*): what they average over, known from the first update on.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.block_keys: torch.Tensor | None = None
+        self.block_values: torch.Tensor | None = None
+        self.pooling: Pooling | None = None
+
+    def offload(self) -> None:
+        """Move everything to the host."""
+        super().offload()
+        self._replace(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move everything back."""
+        super().prefetch()
+        self._replace(lambda tensor: tensor.to(self.device, non_blocking=True))  # pyright: ignore
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the sequences of the batch."""
+        super().reorder_cache(beam_idx)
+        self._replace(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.block_keys is not None and self.block_values is not None:
+            self.block_keys, self.block_values = change(self.block_keys), change(self.block_values)
+
+
+class PooledLayer(PooledBlocksMixin, GrowingLayer):
+    """Cache keys and values, and the averages of their blocks that are complete."""
+
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        pooling: Pooling,
+        real: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Append keys and values [batch, heads, new, dim].
+
+        Args:
+            pooling ([`Pooling`]): what blocks average over.
+            real (`torch.BoolTensor` of shape [batch, cached + new], *optional*): False at padding.
+
+        Returns:
+            (all keys, their block averages), (all values, their block averages).
+        """
+        past, new = self.get_seq_length(), key_states.shape[-2]
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.pooling = pooling
+        self.block_keys = pool_blocks(keys, self.block_keys, pooling, past, new, real)
+        self.block_values = pool_blocks(values, self.block_values, pooling, past, new, real)
+        return (keys, self.block_keys), (values, self.block_values)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, and the blocks that they were part of."""
+        super().crop(tokens_to_remove)
+        if self.pooling is not None:
+            blocks = self.pooling.complete(self.get_seq_length())
+            self._replace(lambda tensor: tensor[:, :, :blocks])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._replace(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences `indices` of the batch."""
+        super().batch_select_indices(indices)
+        self._replace(lambda tensor: tensor[indices, ...])
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.block_keys = self.block_values = None
+        super().reset()
+
+
+class StaticPooledLayer(PooledBlocksMixin, StaticLayer):
+    """Cache like [`PooledLayer`] in buffers of fixed size, the last block of which is scrap paper."""
+
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        pooling: Pooling,
+        real: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Write keys and values [batch, heads, new, dim] behind those there; as [`PooledLayer.update`]."""
+        past, new = self.cumulative_length.to(key_states.device, copy=True), key_states.shape[-2]
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        blocks = pooling.complete(self.max_cache_len)
+        if self.block_keys is None or self.block_values is None:
+            self.block_keys = keys.new_zeros(*keys.shape[:2], blocks + 1, keys.shape[-1])
+            self.block_values = values.new_zeros(*values.shape[:2], blocks + 1, values.shape[-1])
+        real = fit(real, self.max_cache_len)
+        for averages, tokens in ((self.block_keys, keys), (self.block_values, values)):
+            index, fresh = completed_blocks(tokens, pooling, past, new, real)
+            averages.scatter_(2, index[:, None, :, None].expand_as(fresh), fresh)
+        return (keys, self.block_keys[:, :, :blocks]), (values, self.block_values[:, :, :blocks])
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -187,6 +305,22 @@ class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
 # A state is of one size, so that it serves dynamic and static caches alike.
 for _mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
     _mapping[RECURRENT], _mapping[COUNTED_RECURRENT] = RecurrentLayer, CountedRecurrentLayer
+# Latents and index keys fit into the keys and values of a layer that attends to everything.
+DYNAMIC_LAYER_TYPE_MAPPING |= {INDEXED: DynamicLayer, POOLED: PooledLayer}
+STATIC_LAYER_TYPE_MAPPING |= {INDEXED: StaticLayer, POOLED: StaticPooledLayer}
+
+
+def tokens_before(cache: Cache | None, slot: int, rewrite: int = 0) -> int | torch.Tensor:
+    """Return how many tokens a slot holds, after taking back its last `rewrite` ones.
+
+    A static cache counts in place, so its answer is copied: it stays what it was when the new tokens are written.
+    """
+    if cache is None:
+        return 0
+    if rewrite:
+        cache.layers[slot].crop(-rewrite)  # pyright: ignore[reportAttributeAccessIssue]
+    past = cache.get_seq_length(slot)
+    return past.clone() if isinstance(past, torch.Tensor) else past
 
 
 def with_growing_layers(cache: DynamicCache) -> DynamicCache:
@@ -237,7 +371,8 @@ def open_cache(
             "which a cache cannot continue. Pass one document per row, or leave the cache out."
         )
     slots = len(plan.layer_types)
-    lazy = getattr(cache, "layer_class_to_replicate", None) is not None and RECURRENT not in plan.layer_types
+    special = {RECURRENT, POOLED} & set(plan.layer_types)
+    lazy = getattr(cache, "layer_class_to_replicate", None) is not None and not special
     if not lazy and hasattr(cache, "layers") and len(cache.layers) < slots:
         raise ValueError(
             f"The cache has {len(cache.layers)} slots, but {slots} (loop, layer) visits keep something. Build it with "

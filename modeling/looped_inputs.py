@@ -14,7 +14,15 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from loopergy.configuration.looped_config import RECURRENT, LoopedConfigMixin, SlotPlan, resolve_num_loops
+from loopergy.configuration.looped_config import (
+    INDEXED,
+    POOLED,
+    RECURRENT,
+    LoopedConfigMixin,
+    SlotPlan,
+    resolve_num_loops,
+)
+from loopergy.modeling.kernels.sparse_attention import check_covers, fit, real_tokens
 from loopergy.modeling.looped_cache import open_cache
 
 # A 2-D padding mask, a ready mask of the attention implementation (tensor or block mask), or none.
@@ -157,9 +165,9 @@ def _restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
 
 
 def past_length(cache: Cache | None, plan: SlotPlan) -> int:
-    """Return how many tokens the cache holds; 0 where no slot counts them (recurrent states only)."""
-    slot = next((slot for slot, kind in enumerate(plan.layer_types) if kind != RECURRENT), None)
-    return 0 if cache is None or slot is None else cache.get_seq_length(slot)
+    """Return how many tokens the cache holds, as the first slot that counts them says."""
+    slot = next((slot for slot, kind in enumerate(plan.layer_types) if kind != RECURRENT), 0)
+    return 0 if cache is None else cache.get_seq_length(slot)
 
 
 def default_positions(
@@ -207,7 +215,8 @@ def looped_masks(
         materialise (`bool`): return a mask even where "causal" could be left to the kernel.
 
     Returns:
-        `dict`: [`mask_key`] -> mask in the form of the attention implementation, or the 2-D mask of recurrent mixers.
+        `dict`: [`mask_key`] -> mask in the form of the attention implementation, or the 2-D mask of recurrent mixers
+        (new tokens) and of sparse ones (cached and new tokens).
     """
     masks = {}
     plan, documents = inputs.plan, inputs.documents
@@ -217,6 +226,9 @@ def looped_masks(
             continue
         if layer_type == RECURRENT:
             masks[key] = create_recurrent_attention_mask(config, inputs_embeds, attention_mask)
+            continue
+        if layer_type in (INDEXED, POOLED):
+            masks[key] = _padding_mask(attention_mask, inputs.cache, slot, inputs_embeds.shape[1])
             continue
         create, own_config = create_causal_mask, config
         if window is not None:
@@ -232,6 +244,17 @@ def looped_masks(
             allow_is_causal_skip=not materialise,
         )
     return masks
+
+
+def _padding_mask(attention_mask: Mask, cache: Cache | None, slot: int, length: int) -> torch.Tensor | None:
+    """Return which cached and new tokens are real, (batch, columns of the slot); `None` if all are."""
+    real = real_tokens(attention_mask)
+    if real is None or (not torch.compiler.is_compiling() and bool(real.all())):
+        return None
+    if cache is None:
+        return real
+    check_covers(real, cache.get_seq_length(slot), length)
+    return fit(real, cache.get_mask_sizes(length, slot)[0])
 
 
 def _same_document(ids: torch.Tensor) -> Callable:

@@ -44,6 +44,30 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     exit_pdf: torch.Tensor | None = None
 
 
+@dataclass
+class LT2ModelOutputWithPast(LoopedModelOutputWithPast):
+    """Outputs of the LT2 base model: those of a looped model, and the indexers' divergence.
+
+    Args:
+        indexer_divergence (`torch.Tensor` of shape (batch, length), in training with a loss on the indexer, or when
+            asked for): KL(attention || indexer) per token, mean over the visits of `dsa` layers, 0 at padding.
+    """
+
+    indexer_divergence: torch.Tensor | None = None
+
+
+@dataclass
+class LT2CausalLMOutputWithPast(LoopedCausalLMOutputWithPast):
+    """Outputs of the LT2 language model: those of a looped language model, and the indexers' divergence.
+
+    Args:
+        indexer_divergence (`torch.Tensor` of shape (batch, length)): as in [`LT2ModelOutputWithPast`]; its mean times
+            `dsa_indexer_loss_weight` is part of the loss.
+    """
+
+    indexer_divergence: torch.Tensor | None = None
+
+
 def exit_distribution(gate_logits: torch.Tensor) -> torch.Tensor:
     r"""Turn the exit gate's logits into a distribution over loops.
 

@@ -5,16 +5,19 @@ Paper: LT2, arXiv 2605.20670.
 
 A Llama, except that
 - the whole stack of N layers is applied T times with the same weights;
-- each layer has its own mixer: full or windowed attention, or Gated DeltaNet (`config.layer_mixers`);
+- each layer has its own mixer: full, windowed or sparse attention, or one of eight with a recurrent state
+  (`config.layer_mixers`);
 - recurrent mixers start from a zero state in every loop: a state carried over would tell early tokens about later
 ones;
 - after loop t the loop's input comes back, h + rho[t] * input, rho zero at the start (eq. 2);
 - attention may be gated before its output projection;
+- the indexer of sparse attention may have a loss of its own, added to that of the head;
 - with `block_style="sandwich"` and `norm_between_loops` it is Ouro with other mixers, which is what conversion makes.
 
 Shapes: B batch, S new tokens, D hidden size, V vocabulary, T loops, N layers.
 Config fields read here: sizes, `num_loops`, `layer_mixers`, `block_style`, `norm_cast`, `norm_between_loops`,
-`use_loop_residual`, `attn_output_gate`, `early_exit_gate`, `kv_sharing`; the mixers read their own.
+`use_loop_residual`, `attn_output_gate`, `early_exit_gate`, `kv_sharing`, `dsa_indexer_loss_weight`; the mixers read
+their own.
 """
 
 from typing import Any
@@ -31,24 +34,50 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.configuration.looped_config import RECURRENT, SlotPlan
+from loopergy.configuration.linear_fields import LINEAR_MIXERS
+from loopergy.configuration.looped_config import INDEXED, POOLED, RECURRENT, SlotPlan
 from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding
 from loopergy.modeling.looped_cache import LoopedGenerationMixin
 from loopergy.modeling.looped_inputs import LoopedInputs, looped_masks, mask_key, read_inputs
 from loopergy.modeling.looped_outputs import (
-    LoopedCausalLMOutputWithPast,
-    LoopedModelOutputWithPast,
+    LT2CausalLMOutputWithPast,
+    LT2ModelOutputWithPast,
     exit_distribution,
 )
 from loopergy.modeling.mixers.attention import Attention
+from loopergy.modeling.mixers.deepseek_sparse_attention import DeepseekSparseAttention
+from loopergy.modeling.mixers.deltanet import DeltaNet
 from loopergy.modeling.mixers.gated_deltanet import GatedDeltaNet
+from loopergy.modeling.mixers.gated_linear_attention import GatedLinearAttention
+from loopergy.modeling.mixers.hgrn2 import HGRN2
+from loopergy.modeling.mixers.kimi_delta_attention import KimiDeltaAttention
+from loopergy.modeling.mixers.linear_attention import LinearAttention
+from loopergy.modeling.mixers.linear_mixer import LinearMixer
+from loopergy.modeling.mixers.mamba2 import Mamba2
+from loopergy.modeling.mixers.native_sparse_attention import NativeSparseAttention
+from loopergy.modeling.mixers.retnet import RetNet
 from loopergy.modeling.sequence_classification import LastTokenClassification
+
+# "full" and "window" are [`Attention`], which the config tells which of the two a visit is.
+MIXER_CLASSES: dict[str, type[nn.Module]] = {
+    "gdn": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "deltanet": DeltaNet,
+    "mamba2": Mamba2,
+    "hgrn2": HGRN2,
+    "retnet": RetNet,
+    "gla": GatedLinearAttention,
+    "la": LinearAttention,
+    "nsa": NativeSparseAttention,
+    "dsa": DeepseekSparseAttention,
+}
 
 
 def build_mixer(config: LT2Config, layer_idx: int) -> nn.Module:
     """Build the mixer that `config.layer_mixers` names for a physical layer."""
-    if config.layer_mixers[layer_idx] == "gdn":
-        return GatedDeltaNet(config, layer_idx)
+    name = config.layer_mixers[layer_idx]
+    if name in MIXER_CLASSES:
+        return MIXER_CLASSES[name](config, layer_idx)
     return Attention(config, layer_idx, bias=config.attention_bias, output_gate=config.attn_output_gate)
 
 
@@ -67,12 +96,19 @@ class LT2DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm_2 = _norm(config) if sandwich else None
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    def forward(self, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs: Any) -> torch.Tensor:
-        """Map the stream (B, S, D) to (B, S, D); the other arguments are those of the mixer."""
-        mixed, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
+    def forward(
+        self, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Map the stream (B, S, D) to (B, S, D); the other arguments are those of the mixer.
+
+        With `output_divergence=True`, which sparse attention with an indexer takes, its divergence comes second.
+        """
+        mixed, extra = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
         hidden_states = hidden_states + (self.input_layernorm_2(mixed) if self.input_layernorm_2 else mixed)
         mixed = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + (self.post_attention_layernorm_2(mixed) if self.post_attention_layernorm_2 else mixed)
+        mixed = self.post_attention_layernorm_2(mixed) if self.post_attention_layernorm_2 else mixed
+        hidden_states = hidden_states + mixed
+        return (hidden_states, extra) if kwargs.get("output_divergence") else hidden_states
 
 
 def _norm(config: LT2Config) -> RMSNorm:
@@ -99,7 +135,7 @@ class LT2PreTrainedModel(PreTrainedModel):
     def __init__(self, config: LT2Config, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         # Read by `generate`: a recurrent state cannot be rolled back, so drafts are refused up front.
-        self._is_stateful = "gdn" in config.layer_mixers
+        self._is_stateful = not set(LINEAR_MIXERS).isdisjoint(config.layer_mixers)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -109,14 +145,14 @@ class LT2PreTrainedModel(PreTrainedModel):
         |---|---|
         | linear, embedding, convolution | normal(0, `initializer_range`), biases 0 |
         | norms | 1 |
-        | decay of Gated DeltaNet | [`GatedDeltaNet.init_decay`] |
+        | decay of recurrent mixers | [`LinearMixer.init_bare_parameters`] of each |
         | output gate of attention, loop residual | 0 |
 
         The presets set `initializer_range` to D^-0.5 as LT2 does, without its cut at three standard deviations.
         """
         super()._init_weights(module)
-        if isinstance(module, GatedDeltaNet):
-            module.init_decay()
+        if isinstance(module, LinearMixer):
+            module.init_bare_parameters()
         elif isinstance(module, Attention) and module.gate_proj is not None:
             init.zeros_(module.gate_proj.weight)
         elif isinstance(module, LT2Model) and module.loop_residual is not None:
@@ -153,8 +189,9 @@ class LT2Model(LT2PreTrainedModel):
         use_cache: bool | None = None,
         num_loops: int | None = None,
         output_loop_hidden_states: bool | None = None,
+        output_indexer_divergence: bool | None = None,
         **kwargs: Any,
-    ) -> LoopedModelOutputWithPast:
+    ) -> LT2ModelOutputWithPast:
         """Run the loops.
 
         Args:
@@ -169,9 +206,11 @@ class LT2Model(LT2PreTrainedModel):
             num_loops (`int`, *optional*): loops to run, the config's by default.
             output_loop_hidden_states (`bool`, *optional*): return the normed state after each loop and, with an exit
                 gate, the exit distribution.
+            output_indexer_divergence (`bool`, *optional*): return the divergence of the `dsa` layers' indexers; by
+                default in training with a `dsa_indexer_loss_weight`.
 
         Returns:
-            [`LoopedModelOutputWithPast`]. With `output_hidden_states=True` there are T * N + 1 hidden states: the
+            [`LT2ModelOutputWithPast`]. With `output_hidden_states=True` there are T * N + 1 hidden states: the
             input of every visit in order, and the last normed state.
 
         Raises:
@@ -185,32 +224,22 @@ class LT2Model(LT2PreTrainedModel):
         masks = attention_mask
         if not isinstance(masks, dict):
             masks = looped_masks(self.config, inputs, embeds, attention_mask)
-        attention_inputs = {
-            "position_embeddings": self.rotary_emb(embeds, position_ids=inputs.position_ids),
-            "position_ids": inputs.position_ids,
-            **kwargs,
-        }
-        recurrent_inputs = {
-            "attention_mask": masks.get(RECURRENT),
-            "cu_seqlens": None if inputs.documents is None else inputs.documents.cu_seqlens,
-            **kwargs,
-        }
+        if output_indexer_divergence is None:
+            output_indexer_divergence = self.training and self.config.dsa_indexer_loss_weight > 0
+        kwargs["output_divergence"] = bool(output_indexer_divergence)
+        visits = self._visit_inputs(inputs, embeds, masks, kwargs)
 
-        states = []
+        states, divergences = [], []
         hidden_states = embeds
         for loop, slots in enumerate(inputs.plan.table):
             loop_input = hidden_states
+            rewrite_slot = loop > 0 and self.config.kv_sharing == "last"
             for layer, slot in zip(self.layers, slots, strict=True):
-                layer_type, window = inputs.plan.layer_types[slot], inputs.plan.windows[slot]
-                visit = recurrent_inputs
-                if layer_type != RECURRENT:
-                    visit = {
-                        **attention_inputs,
-                        "attention_mask": masks[mask_key(layer_type, window)],
-                        "window": window,
-                        "rewrite_slot": loop > 0 and self.config.kv_sharing == "last",
-                    }
-                hidden_states = layer(hidden_states, cache=inputs.cache, slot=slot, **visit)
+                visit = visits[mask_key(inputs.plan.layer_types[slot], inputs.plan.windows[slot])]
+                hidden_states = layer(hidden_states, cache=inputs.cache, slot=slot, rewrite_slot=rewrite_slot, **visit)
+                if isinstance(hidden_states, tuple):
+                    hidden_states, divergence = hidden_states
+                    divergences.append(divergence)
             if self.loop_residual is not None:
                 row = min(loop, len(self.loop_residual) - 1)
                 # The loop began on the first layer's device; a device map may end it on another.
@@ -228,12 +257,39 @@ class LT2Model(LT2PreTrainedModel):
         exit_pdf = None
         if states and self.early_exit_gate is not None:
             exit_pdf = exit_distribution(torch.cat([self.early_exit_gate(state) for state in states], dim=-1))
-        return LoopedModelOutputWithPast(
+        return LT2ModelOutputWithPast(
             last_hidden_state=hidden_states,
             cache=inputs.cache,
             loop_hidden_states=tuple(states) or None,
             exit_pdf=exit_pdf,
+            indexer_divergence=_mean(divergences) if divergences else None,
         )
+
+    def _visit_inputs(self, inputs: LoopedInputs, embeds: torch.Tensor, masks: dict, others: dict) -> dict[str, dict]:
+        """Return the arguments of each kind of visit, the same in all loops, by the name of its mask."""
+        positions = {
+            "position_embeddings": self.rotary_emb(embeds, position_ids=inputs.position_ids),
+            "position_ids": inputs.position_ids,
+        }
+        borders = {"cu_seqlens": None if inputs.documents is None else inputs.documents.cu_seqlens}
+        visits = {}
+        for layer_type, window in zip(inputs.plan.layer_types, inputs.plan.windows, strict=True):
+            key = mask_key(layer_type, window)
+            mask = masks.get(key) if layer_type == RECURRENT else masks[key]
+            visits[key] = {**others, "attention_mask": mask}
+            if layer_type != INDEXED:
+                visits[key].pop("output_divergence")
+            if layer_type == RECURRENT:
+                visits[key]["position_ids"] = inputs.position_ids
+            else:
+                visits[key] |= {**positions, "window": window}
+            if layer_type in (RECURRENT, INDEXED, POOLED):
+                visits[key] |= borders
+        return visits
+
+
+def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).mean(dim=0)
 
 
 class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin):
@@ -265,7 +321,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         output_loop_hidden_states: bool | None = None,
         output_loop_logits: bool | None = None,
         **kwargs: Any,
-    ) -> LoopedCausalLMOutputWithPast:
+    ) -> LT2CausalLMOutputWithPast:
         """Run the loops and the head.
 
         Args:
@@ -276,7 +332,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
                 after each loop, with the exit distribution if there is a gate. T logit tensors are large.
 
         Returns:
-            [`LoopedCausalLMOutputWithPast`]; the other arguments and errors are those of [`LT2Model`].
+            [`LT2CausalLMOutputWithPast`]; the other arguments and errors are those of [`LT2Model`].
         """
         output_loops = bool(output_loop_hidden_states or output_loop_logits)
         outputs = self.model(
@@ -294,12 +350,16 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        divergence = outputs.indexer_divergence
+        if loss is not None and divergence is not None:
+            mean = _mean_divergence(divergence, attention_mask, kwargs.get("num_items_in_batch"))
+            loss = loss + self.config.dsa_indexer_loss_weight * mean.to(loss.device)
         loop_logits = None
         if output_loop_logits:
             loop_logits = tuple(
                 self.lm_head(slice_logits_to_keep(states, logits_to_keep)) for states in outputs.loop_hidden_states
             )
-        return LoopedCausalLMOutputWithPast(
+        return LT2CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             cache=outputs.cache,
@@ -308,6 +368,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
             loop_hidden_states=outputs.loop_hidden_states,
             loop_logits=loop_logits,
             exit_pdf=outputs.exit_pdf,
+            indexer_divergence=divergence,
         )
 
     @staticmethod
@@ -320,6 +381,17 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         plan = SlotPlan(plan.table, plan.layer_types[: len(cache)], plan.windows[: len(cache)])
         inputs = LoopedInputs(plan, cache, documents=None, position_ids=None, real=None)
         return looped_masks(config, inputs, inputs_embeds, attention_mask)
+
+
+def _mean_divergence(
+    divergence: torch.Tensor, attention_mask: torch.Tensor | dict | None, items: torch.Tensor | int | None
+) -> torch.Tensor:
+    """Average as cross-entropy is: over the items that the whole step counts, or over this batch's real tokens."""
+    if items is None:
+        items = divergence.numel()
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            items = attention_mask[:, -divergence.shape[1] :].sum()
+    return divergence.sum() / items
 
 
 class LT2ForSequenceClassification(LastTokenClassification, LT2PreTrainedModel):

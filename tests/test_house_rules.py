@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0."
-ROOMS = ("configuration", "modeling", "conversion", "distill")
+ROOMS = ("configuration", "modeling", "conversion", "distill", "tasks")
 CODE_FOLDERS = ("loopergy", *ROOMS, "tests", "benchmarks", "examples", "recipes", "docs", "model_cards", ".ci")
 BUNDLED = ("configuration", "modeling")
 ALWAYS_THERE = ("torch", "transformers", "huggingface_hub")  # the last one comes with transformers
@@ -54,7 +54,7 @@ def floor(module: str) -> int:
         if parts[1:2] == ["kernels"]:
             return 1
         return 3 if len(parts) == 1 or parts[1].startswith(("modeling_", "__init__")) else 2
-    return {"conversion": 4, "distill": 5}.get(parts[0], 6)
+    return {"conversion": 4, "distill": 5, "tasks": 5}.get(parts[0], 6)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str, tuple[str, ...]]]:
@@ -93,6 +93,7 @@ def test_imports_go_down_only():
         ("modeling/mixers/x.py", "import loopergy.modeling.modeling_ouro"),
         ("conversion/x.py", "from loopergy import distill"),
         ("distill/x.py", "import loopergy"),
+        ("tasks/x.py", "from loopergy.cli import app"),
     ],
 )
 def test_an_upward_import_is_noticed(place, line):

@@ -68,4 +68,7 @@ def test_every_loopergy_line_is_understood():
     assert lines
     for verb, *arguments in lines:
         command = group.commands[verb]
+        while hasattr(command, "commands"):  # a verb with verbs of its own, such as `loopergy task train`
+            verb, *arguments = arguments
+            command = command.commands[verb]
         command.make_context(verb, list(arguments))

@@ -51,7 +51,7 @@ class ChunkLayout(NamedTuple):
         Returns:
             [s, B, H, C, ...]; a view of `tokens` unless places have to be filled up.
         """
-        start, stop = self._tokens(first, end)
+        start, stop = self.tokens_of(first, end)
         part = tokens[:, start:stop]
         room = (end - first) * self.chunk_size
         if self.places is not None:
@@ -59,33 +59,58 @@ class ChunkLayout(NamedTuple):
             part = filled.index_copy(1, self.places[start:stop] - first * self.chunk_size, part)
         elif stop - start < room:
             part = torch.nn.functional.pad(part, [0, 0] * (part.dim() - 2) + [0, room - (stop - start)])
-        return part.unflatten(1, (end - first, self.chunk_size)).movedim(0, 1).transpose(2, 3)
+        return _split(part, self.chunk_size)
 
     def from_chunks(self, chunks: Tensor, first: int, end: int) -> Tensor:
         """Return the tokens [B, tokens of the range, H, ...] of chunks `first` to `end - 1` [s, B, H, C, ...]."""
-        start, stop = self._tokens(first, end)
+        start, stop = self.tokens_of(first, end)
         tokens = chunks.transpose(2, 3).movedim(1, 0).flatten(1, 2)
         if self.places is not None:
             return tokens.index_select(1, self.places[start:stop] - first * self.chunk_size)
         return tokens[:, : stop - start]
 
-    @contextmanager
-    def writing(self, target: Tensor, first: int, end: int) -> Iterator[Tensor]:
-        """Lend a tensor [s, B, H, C, ...]; what is written there stands in `target` [B, L, H, ...] afterwards.
-
-        The tensor is a view of `target` unless places have to be filled up, so that results go straight to their
-        place.
-        """
-        place = self.to_chunks(target, first, end)
-        yield place
-        start, stop = self._tokens(first, end)
-        if self.places is not None or stop - start < (end - first) * self.chunk_size:
-            target[:, start:stop] = self.from_chunks(place, first, end)
-
-    def _tokens(self, first: int, end: int) -> tuple[int, int]:
+    def tokens_of(self, first: int, end: int) -> tuple[int, int]:
+        """Return the first token of chunks `first` to `end - 1`, and one past their last one."""
         if self.token_starts is not None:
             return self.token_starts[first], self.token_starts[end]
         return first * self.chunk_size, min(end * self.chunk_size, self.length)
+
+
+class Chunks:
+    """The chunks of one tensor, for a kernel that goes through them part by part.
+
+    Args:
+        layout: where the tokens stand.
+        tokens: [B, L, H, ...], any strides.
+    """
+
+    def __init__(self, layout: ChunkLayout, tokens: Tensor) -> None:
+        self.layout, self.tokens = layout, tokens
+        # One view of all chunks that need no filling up: a part of it is had by a single operation.
+        self.full = layout.length // layout.chunk_size if layout.places is None else 0
+        self.view = _split(tokens[:, : self.full * layout.chunk_size], layout.chunk_size)
+
+    def part(self, first: int, end: int) -> Tensor:
+        """Return chunks `first` to `end - 1`, as `ChunkLayout.to_chunks` does."""
+        return self.view[first:end] if end <= self.full else self.layout.to_chunks(self.tokens, first, end)
+
+    @contextmanager
+    def writing(self, first: int, end: int) -> Iterator[Tensor]:
+        """Lend a tensor [s, B, H, C, ...]; what is written there stands in the tokens afterwards.
+
+        The tensor is a view of the tokens unless places have to be filled up, so that results go straight to their
+        place.
+        """
+        place = self.part(first, end)
+        yield place
+        if end > self.full:
+            start, stop = self.layout.tokens_of(first, end)
+            self.tokens[:, start:stop] = self.layout.from_chunks(place, first, end)
+
+
+def _split(tokens: Tensor, chunk_size: int) -> Tensor:
+    """Return [s, B, H, C, ...], a view of `tokens` [B, s * C, H, ...]."""
+    return tokens.unflatten(1, (tokens.shape[1] // chunk_size, chunk_size)).movedim(0, 1).transpose(2, 3)
 
 
 def chunk_layout(

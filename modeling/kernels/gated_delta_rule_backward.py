@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.chunk_layout import ChunkLayout
+from loopergy.modeling.kernels.chunk_layout import ChunkLayout, Chunks
 from loopergy.modeling.kernels.gated_delta_rule_forward import (
     LOG_DECAY_FLOOR,
     Gates,
@@ -75,7 +75,7 @@ class _Flow(NamedTuple):
 def _replay(
     layout: ChunkLayout,
     first: int,
-    within: Within,
+    write: Tensor,
     gates: Gates,
     kept: Kept,
     state: Tensor | None,
@@ -84,7 +84,7 @@ def _replay(
 ) -> list[Tensor | None]:
     """Compute the states of a segment again: fill `ends` [s, p, K, V], return the states before the chunks."""
     s, p, chunk, _ = kept.updates.shape
-    carries, writes = gates.carry.reshape(s, p, 1, 1).unbind(0), within.write.view(s, p, chunk, -1).mT.unbind(0)
+    carries, writes = gates.carry.reshape(s, p, 1, 1).unbind(0), write.view(s, p, chunk, -1).mT.unbind(0)
     updates, results = kept.updates.unbind(0), ends.unbind(0)
     starts = []
     for i in range(s):
@@ -96,7 +96,8 @@ def _replay(
 def _scan_back(
     layout: ChunkLayout,
     first: int,
-    within: Within,
+    read: Tensor,
+    write: Tensor,
     gates: Gates,
     kept: Kept,
     flow: _Flow,
@@ -109,7 +110,8 @@ def _scan_back(
     Args:
         layout: where the tokens stand.
         first: first chunk of the segment.
-        within: what needs no state.
+        read: [s, B, H, 2C, K], exp(G) Q above -beta exp(G) K.
+        write: [s, B, H, C, K], exp(G_C - G) K.
         gates: the segment's.
         kept: T of the segment.
         flow: filled, but for `starts`, `ends` and the upper half of `rows`.
@@ -119,8 +121,8 @@ def _scan_back(
     """
     s, p, chunk, _ = grad_updates.shape
     carries = gates.carry.reshape(s, p, 1, 1).unbind(0)
-    inverses, reads = kept.inverse.mT.unbind(0), within.read.view(s, p, 2 * chunk, -1).mT.unbind(0)
-    writes, updates = within.write.view(s, p, chunk, -1).unbind(0), grad_updates.unbind(0)
+    inverses, reads = kept.inverse.mT.unbind(0), read.view(s, p, 2 * chunk, -1).mT.unbind(0)
+    writes, updates = write.view(s, p, chunk, -1).unbind(0), grad_updates.unbind(0)
     rows, lower_rows, corrected = flow.rows.unbind(0), flow.rows[:, :, chunk:].unbind(0), flow.corrected.unbind(0)
     grad_reads, grad_ends = flow.read.unbind(0), flow.grad_ends.unbind(0)
     grad_ends[-1].copy_(grad_state)
@@ -157,7 +159,7 @@ def _flow(
     n = s * p
     state = None if segment.index == 0 else kept.states[segment.index - 1]
     ends = space.take("ends", s, p, width, values)
-    starts = _replay(layout, segment.first, within, gates, kept, state, ends, initial)
+    starts = _replay(layout, segment.first, within.write, gates, kept, state, ends, initial)
 
     stacked = within.rows.view(n, 2 * chunk, width)
     rows, upper_rows, _ = space.take_halves("grad_rows", *grad_out.shape[:3], 2 * chunk, values)
@@ -174,9 +176,9 @@ def _flow(
         ends,
         space.take("grad_ends", s, p, width, values),
     )
-    _scan_back(
-        layout, segment.first, within, gates, kept, flow, grad_updates.view(s, p, chunk, values), grad_state, edges
-    )
+    read = torch.mul(within.rows, gates.read, out=space.take("products", *within.rows.shape))
+    grad_updates = grad_updates.view(s, p, chunk, values)
+    _scan_back(layout, segment.first, read, within.write, gates, kept, flow, grad_updates, grad_state, edges)
     return flow
 
 
@@ -191,7 +193,7 @@ def _row_gradients(space: Workspace, within: Within, gates: Gates, kept: Kept, f
     read = flow.read.view(*lead, 2 * chunk, width).mul_(gates.row_decay)
     read.view(n, 2 * chunk, width).baddbmm_(grad_scores, rows[:, chunk:])
 
-    write = torch.bmm(updates, flow.grad_ends.flatten(0, 1).mT, out=space.take("grad_write", n, chunk, width))
+    write = torch.bmm(updates, flow.grad_ends.flatten(0, 1).mT, out=space.take("grad_updates", n, chunk, width))
     write.view(*lead, chunk, width).mul_(gates.write)
     both[..., 1, :, :].mul_(gates.beta)
     return read, write.baddbmm_(grad_scores.mT, rows).view(*lead, chunk, width)
@@ -206,11 +208,11 @@ def _input_gradients(
     queries, keys = within.queries, within.keys
     query_factor, key_factor = kept.row_factor.view(*lead, 2 * chunk, 1).chunk(2, -2)
     corrected = flow.corrected.view(v.shape)
-    # `within.read`, `within.write` and `flow.ends` have served; their place is used for the products.
-    row_dots = torch.mul(within.rows, read, out=within.read).sum(-1, keepdim=True)
+    # `within.write` and `flow.ends` have served; their place is used for products.
+    row_dots = torch.mul(within.rows, read, out=space.take("products", *read.shape)).sum(-1, keepdim=True)
     query_dots, read_dots = row_dots[..., :chunk, :], row_dots[..., chunk:, :]
     write_dots = torch.mul(keys, write, out=within.write).sum(-1, keepdim=True)
-    value_dots = torch.mul(v, corrected, out=space.take("grad_updates", *v.shape)).sum(-1, keepdim=True)
+    value_dots = torch.mul(v, corrected, out=space.take("products", *v.shape)).sum(-1, keepdim=True)
     state_dots = torch.mul(flow.ends, flow.grad_ends, out=flow.ends).flatten(2).sum(-1)
 
     key_dots = gates.beta * read_dots
@@ -259,18 +261,19 @@ def chunk_backward(
         group_initial = None if initial is None else pairs_of(initial, segments[0])
         edges = pairs_of(grads.initial, segments[0])
         grad_state = space.take("grad_state", edges.shape[1], width, values)
-        group, upstream = inputs.of_group(segments[0]), grad_out[segments[0].batch, :, segments[0].heads]
-        targets = Inputs(*grads[:5]).of_group(segments[0])
+        group = inputs.of_group(layout, segments[0])[:3]
+        upstream = Chunks(layout, grad_out[segments[0].batch, :, segments[0].heads])
+        targets = Inputs(*grads[:5]).of_group(layout, segments[0])
         for segment, gates in reversed(list(zip(segments, all_gates.parts(segments), strict=True))):
             kept = room.part(segment)
-            q, k, v = group.part(layout, segment)
+            q, k, v = (x.part(segment.first, segment.end) for x in group)
             within = within_chunks(space, q, k, gates, kept.row_factor, rows_are_copied=False)
             drop_negligible_(within.decay)
-            grad = layout.to_chunks(upstream, segment.first, segment.end)
+            grad = upstream.part(segment.first, segment.end)
             flow = _flow(space, problem, segment, within, gates, kept, grad, grad_state, group_initial, edges)
             results = _input_gradients(space, problem, within, gates, kept, flow, v)
             for target, (value, factor) in zip(targets, results, strict=True):
-                with layout.writing(target, segment.first, segment.end) as place:
+                with target.writing(segment.first, segment.end) as place:
                     torch.mul(value, factor, out=place)
     # Where the sum of log decays was clamped, the true gradient is zero and the computed one rounding noise.
     grads.g.masked_fill_(inputs.g <= -LOG_DECAY_FLOOR[problem.dtype] - 1, 0)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.chunk_layout import ChunkLayout
+from loopergy.modeling.kernels.chunk_layout import ChunkLayout, Chunks
 
 # Decays below exp(-floor) count as zero. That is far below the rounding error of the sums they would enter, and far
 # above the denormal numbers that make processors a hundred times slower.
@@ -95,14 +95,9 @@ class Inputs(NamedTuple):
     g: Tensor
     beta: Tensor
 
-    def of_group(self, segment: Segment) -> "Inputs":
-        """Return those of the group that a segment belongs to."""
-        return Inputs(*(x[segment.batch, :, segment.heads] for x in self))
-
-    def part(self, layout: ChunkLayout, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of a segment, given those of its group, as [s, B, H, C, K or V]."""
-        q, k, v = (layout.to_chunks(x, segment.first, segment.end) for x in (self.q, self.k, self.v))
-        return q, k, v
+    def of_group(self, layout: ChunkLayout, segment: Segment) -> list[Chunks]:
+        """Return the chunks of every tensor, of the group that a segment belongs to."""
+        return [Chunks(layout, x[segment.batch, :, segment.heads]) for x in self]
 
 
 class Gates(NamedTuple):
@@ -171,7 +166,6 @@ class Within(NamedTuple):
     rows: Tensor
     queries: Tensor
     keys: Tensor
-    read: Tensor
     write: Tensor
     decay: Tensor
 
@@ -265,7 +259,6 @@ def within_chunks(
     else:
         torch.mul(q, row_factor[..., :chunk, :], out=queries)
         torch.mul(k, row_factor[..., chunk:, :], out=keys)
-    read = torch.mul(rows, gates.read, out=space.take("read", *lead, 2 * chunk, width))
     write = torch.mul(keys, gates.write, out=space.take("write", *lead, chunk, width))
 
     decay = space.take("decay", *lead, chunk, chunk)
@@ -273,7 +266,7 @@ def within_chunks(
     decay.add_(gates.log_decay_rest).sub_(gates.log_decay_rest.mT)
     # The future is pushed below the floor before the exponential, which could be infinite there.
     decay.sub_(space.future).clamp_(min=-LOG_DECAY_FLOOR[space.dtype]).exp_()
-    return Within(rows, queries, keys, read, write, decay)
+    return Within(rows, queries, keys, write, decay)
 
 
 def _scores_and_inverse(space: Workspace, within: Within, gates: Gates, inverse: Tensor) -> Tensor:
@@ -312,12 +305,27 @@ def advance(state: Tensor | None, carry: Tensor, write: Tensor, update: Tensor, 
     return torch.mul(state, carry, out=out).baddbmm_(write, update)
 
 
+class _Segment(NamedTuple):
+    """What a segment needs once its states are known.
+
+    Args:
+        read: [s, B, H, 2C, K], exp(G) Q above -beta exp(G) K.
+        write: [s, B, H, C, K], exp(G_C - G) K.
+        scores: [n, C, C], lower(Q K^T) D.
+        pending: [s, B, H, 2C, V], zeros above beta V; what the state gives to queries and keys is added.
+    """
+
+    read: Tensor
+    write: Tensor
+    scores: Tensor
+    pending: Tensor
+
+
 def _scan(
     layout: ChunkLayout,
     first: int,
-    within: Within,
+    ready: _Segment,
     gates: Gates,
-    pending: Tensor,
     kept: Kept,
     state: Tensor | None,
     buffer: Tensor,
@@ -329,9 +337,8 @@ def _scan(
     Args:
         layout: where the tokens stand.
         first: first chunk of the segment.
-        within: what needs no state.
+        ready: the segment's.
         gates: the segment's.
-        pending: [s, p, 2C, V], zeros above beta V; what the state gives to queries and keys is added.
         kept: T and U of the segment; U is filled.
         state: [p, K, V], or None for zero.
         buffer: [p, K, V], left with the state after the segment; may be `state`.
@@ -341,7 +348,8 @@ def _scan(
     s, p, chunk, _ = kept.updates.shape
     carries, inverses = gates.carry.reshape(s, p, 1, 1).unbind(0), kept.inverse.unbind(0)
     updates = kept.updates.unbind(0)
-    reads, writes = within.read.view(s, p, 2 * chunk, -1).unbind(0), within.write.view(s, p, chunk, -1).mT.unbind(0)
+    reads, writes = ready.read.view(s, p, 2 * chunk, -1).unbind(0), ready.write.view(s, p, chunk, -1).mT.unbind(0)
+    pending = ready.pending.flatten(1, 2)
     targets, sources = pending.unbind(0), pending[:, :, chunk:].unbind(0)
     for i in range(s):
         state = state_at_start(layout, first + i, state, initial)
@@ -368,18 +376,17 @@ def _room_to_keep(space: Workspace, segments: list[Segment], p: int, inputs: Inp
     return Kept(*(space.take(name, *shape) for name, shape in shapes.items()))
 
 
-def _forward_segment(
-    space: Workspace, problem: Problem, qkv: tuple[Tensor, Tensor, Tensor], gates: Gates, kept: Kept
-) -> tuple[Within, Tensor, tuple[Tensor, Tensor]]:
-    """Fill T; return what needs no state, lower(Q K^T) D [n, C, C], and zeros above beta V, with their upper half."""
-    q, k, v = qkv
+def _before_states(
+    space: Workspace, problem: Problem, q: Tensor, k: Tensor, v: Tensor, gates: Gates, kept: Kept
+) -> _Segment:
+    """Do what needs no state, for q, k, v [s, B, H, C, K or V], and fill T."""
     _take_norms(space, problem, q, k, kept.row_factor)
     within = within_chunks(space, q, k, gates, kept.row_factor, rows_are_copied=problem.normalize)
     scores = _scores_and_inverse(space, within, gates, kept.inverse.flatten(0, 1))
     pending, zeros, writes = space.take_halves("pending", *v.shape[:3], 2 * v.shape[3], v.shape[4])
     zeros.zero_()
     torch.mul(v, gates.beta, out=writes)
-    return within, scores, (pending, zeros)
+    return _Segment(within.rows.mul_(gates.read), within.write, scores, pending)
 
 
 def chunk_forward(
@@ -406,21 +413,20 @@ def chunk_forward(
         group_final = pairs_of(final, segments[0])
         buffer, state = space.take("state", *group_final.shape[1:]), None
         room = _room_to_keep(space, segments, group_final.shape[1], inputs, keep)
-        group, target = inputs.of_group(segments[0]), out[segments[0].batch, :, segments[0].heads]
+        group = inputs.of_group(layout, segments[0])[:3]
+        target = Chunks(layout, out[segments[0].batch, :, segments[0].heads])
         for segment, gates in zip(segments, all_gates.parts(segments), strict=True):
             kept = room.part(segment if keep else segment._replace(first=0, end=segment.end - segment.first))
-            within, scores, (pending, reads) = _forward_segment(
-                space, problem, group.part(layout, segment), gates, kept
-            )
+            q, k, v = (x.part(segment.first, segment.end) for x in group)
+            ready = _before_states(space, problem, q, k, v, gates, kept)
             if keep and segment.index > 0:
                 room.states[segment.index - 1].copy_(buffer)
-            flat = pending.flatten(1, 2)
-            _scan(layout, segment.first, within, gates, flat, kept, state, buffer, group_initial, group_final)
-            state = buffer
-            inside = space.take("inside", *scores.shape[:2], pending.shape[-1])
-            torch.bmm(scores, kept.updates.flatten(0, 1), out=inside)
-            with layout.writing(target, segment.first, segment.end) as place:
-                torch.add(inside.view(place.shape), reads, out=place)
+            _scan(layout, segment.first, ready, gates, kept, state, buffer, group_initial, group_final)
+            state, updates = buffer, kept.updates.flatten(0, 1)
+            # The rows have served; their place is used for what the chunks' own tokens give.
+            inside = torch.bmm(ready.scores, updates, out=space.take("rows", *updates.shape))
+            with target.writing(segment.first, segment.end) as place:
+                torch.add(inside.view(place.shape), ready.pending.chunk(2, -2)[0], out=place)
         if keep:
             all_kept.append(room)
     return out, all_kept

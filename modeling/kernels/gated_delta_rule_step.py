@@ -12,11 +12,11 @@ from torch import Tensor
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
 
 
-def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def gated_delta_rule_step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """Advance `state` by one token, in place, with q and k of unit length and scale K ** -0.5.
 
     Args:
-        q, k: [B, H, K], queries and keys, normalised here by sqrt(|x|^2 + 1e-6).
+        qk: [B, 2, H, K], queries and keys, normalised here by sqrt(|x|^2 + 1e-6).
         v: [B, H, V], values.
         g: [B, H], natural logarithm of the decay, in the dtype of `state`.
         beta: [B, H], write strength, in the dtype of `state`.
@@ -25,14 +25,15 @@ def gated_delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
     Returns:
         Output [B, H, V] in the dtype of `state`.
     """
-    heads, width = q.shape[0] * q.shape[1], q.shape[2]
+    heads, width = state.shape[0] * state.shape[1], state.shape[2]
     memory = state.view(heads, width, -1)
-    pair = torch.stack((k, q), dim=2).view(heads, 2, width).to(state.dtype)
-    pair = pair * (pair * pair).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
-    key, query = pair[:, 0], pair[:, 1]
+    # A view where the batch is one row.
+    pair = qk.to(state.dtype).transpose(1, 2).reshape(heads, 2, width)
+    pair = pair * torch.linalg.vector_norm(pair, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
+    query, key = pair[:, 0], pair[:, 1]
     memory.mul_(g.exp().reshape(heads, 1, 1))
     recalled = torch.bmm(pair, memory)
-    written = (v.reshape(heads, -1) - recalled[:, 0]) * beta.reshape(heads, 1)
+    written = torch.sub(v.reshape(heads, -1), recalled[:, 1]).mul_(beta.reshape(heads, 1))
     memory.addcmul_(key[:, :, None], written[:, None, :])
-    output = torch.addcmul(recalled[:, 1], (query * key).sum(-1, keepdim=True), written)
-    return output.mul_(width**-0.5).view(*q.shape[:2], -1)
+    output = recalled[:, 0].addcmul_((query * key).sum(-1, keepdim=True), written)
+    return output.mul_(width**-0.5).view(*state.shape[:2], -1)

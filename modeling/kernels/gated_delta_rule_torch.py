@@ -27,12 +27,15 @@ from loopergy.modeling.kernels.gated_delta_rule_backward import chunk_backward
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS, Inputs, Kept, Problem, chunk_forward
 from loopergy.modeling.kernels.gated_delta_rule_traced import traced_gated_delta_rule
 
-# The rows and values of a segment, or four times the states of a group, are to fit a core's cache: 2**18 numbers are
-# 1 MB. More pairs at once mean fewer, larger products; fewer chunks mean more states to keep.
-_CACHED_NUMBERS = 2**18
+# The rows and values of a segment, or the states of a group, are to fit a core's cache: 2**17 numbers are 512 KB. More
+# pairs at once mean fewer, larger products; fewer chunks mean more states to keep.
+_CACHED_NUMBERS = 2**17
 _MOST_PAIRS = 16
 _FEWEST_CHUNKS = 4
 _LARGEST_CHUNK = 32
+# So that buffers stay small beside a short call's own tensors, it is cut into so many segments, of half as many chunks
+# if need be; more with backward, which has twice the buffers.
+_SEGMENTS = {False: 4, True: 8}
 
 
 def chunk_gated_delta_rule(
@@ -88,7 +91,7 @@ def chunk_gated_delta_rule(
         if _is_traced():
             out, final = traced_gated_delta_rule(problem, call.inputs, call.state)
         else:
-            out, final = _ChunkGatedDeltaRule.apply(_cut(problem, call.inputs), *call.inputs, call.state)
+            out, final = _ChunkGatedDeltaRule.apply(problem, *call.inputs, call.state)
     return out, call.states_as_given(final) if output_final_state else None
 
 
@@ -249,14 +252,19 @@ def _chunk_size(call: _Call) -> int:
     return max(1, min(max(stop - start for start, stop in documents), _LARGEST_CHUNK))
 
 
-def _cut(problem: Problem, inputs: Inputs) -> Problem:
+def _cut(problem: Problem, inputs: Inputs, backward: bool) -> Problem:
     """Choose how much to work on at once."""
-    threads = torch.get_num_threads() if inputs.v.device.type == "cpu" else 64
+    on_cpu = inputs.v.device.type == "cpu"
+    threads = torch.get_num_threads() if on_cpu else 64
     (batch, _, heads, values), width = inputs.v.shape, inputs.k.shape[-1]
-    pairs = min(batch * heads, _MOST_PAIRS * threads, threads * _CACHED_NUMBERS // max(1, 4 * width * values))
+    pairs = min(batch * heads, _MOST_PAIRS * threads, threads * _CACHED_NUMBERS // max(1, width * values))
     pairs = max(1, pairs)
     numbers = pairs * problem.layout.chunk_size * (width + values)
-    return problem._replace(pairs=pairs, chunks=max(_FEWEST_CHUNKS, threads * _CACHED_NUMBERS // max(1, numbers)))
+    chunks = max(_FEWEST_CHUNKS, threads * _CACHED_NUMBERS // max(1, numbers))
+    if on_cpu:
+        share = batch * heads * problem.layout.num_chunks // (pairs * _SEGMENTS[backward])
+        chunks = min(chunks, max(1, _FEWEST_CHUNKS // 2, share))
+    return problem._replace(pairs=pairs, chunks=chunks)
 
 
 def _is_traced() -> bool:
@@ -271,14 +279,15 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        inputs = Inputs(q, k, v, g, beta)
+        inputs, keep = Inputs(q, k, v, g, beta), any(ctx.needs_input_grad)
+        problem = _cut(problem, inputs, keep)
         if initial is None:
             final = v.new_zeros(
                 problem.layout.documents, v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=problem.dtype
             )
         else:
             final = initial.clone(memory_format=torch.contiguous_format)
-        out, kept = chunk_forward(problem, inputs, initial, final, any(ctx.needs_input_grad))
+        out, kept = chunk_forward(problem, inputs, initial, final, keep)
         ctx.problem = problem
         ctx.save_for_backward(*inputs, initial, *(x for room in kept for x in room))
         return out, final

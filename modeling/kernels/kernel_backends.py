@@ -1,38 +1,36 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """The one place that chooses kernels: flash-linear-attention's on CUDA, our own everywhere else.
 
-flash-linear-attention is imported on first use only. It is used where its functions name every argument that is passed
-and, tried once on a small input, return the state as documented here; otherwise our torch kernels run and one warning
+Where flash-linear-attention cannot be used on a GPU (see `fla_kernels.py`), our torch kernels run, and one warning
 says why and what to install.
 """
 
-import inspect
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.utils import is_flash_linear_attention_available, logging
+from transformers.utils import logging
 
-from loopergy.modeling.kernels.gated_delta_rule_torch import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from loopergy.modeling.kernels.fla_kernels import (
+    GATED_DELTA_RULE,
+    GLA,
+    KDA,
+    SIMPLE_GLA,
+    Family,
+    Kernel,
+    fla_kernels_for,
+    installed_kernels,
+    named,
+)
 
 logger = logging.get_logger(__name__)
 
 TORCH = "torch"
 FLASH_LINEAR_ATTENTION = "flash-linear-attention"
-_INSTALL = 'pip install "flash-linear-attention[cuda]>=0.6"'
-_ARGUMENTS = ("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state")
-_ARGUMENTS += ("use_qk_l2norm_in_kernel", "cu_seqlens")
-# The argument with which versions since 0.5 choose between [K, V] and [V, K] states.
-_LAYOUT_ARGUMENTS = ("state_v_first", "transpose_state_layout")
-_WIDEST_KEY = 256
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # exp(-50) is nothing next to 1 in float32, while -inf would make its kernels compute -inf - -inf.
 _LOWEST_LOG_DECAY = -50.0
 _LONGEST_STEPS = 64
-
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class KernelBackend(NamedTuple):
@@ -50,28 +48,28 @@ class KernelBackend(NamedTuple):
         return f"{self.name} ({self.reason})"
 
 
-class _Kernels(NamedTuple):
-    chunk: Kernel
-    recurrent: Kernel
-    layout: dict[str, bool]
-
-
 def kernel_backend(device: torch.device | str | None = None) -> KernelBackend:
-    """Tell which kernels `gated_delta_rule` uses for tensors on a device.
+    """Tell which kernels the recurrent mixers use for tensors on a device.
 
     Args:
         device: the device; CUDA if there is one, else the CPU, if None.
 
     Returns:
-        The backend's name and the reason.
+        The backend's name and the reason. A family that flash-linear-attention lacks is named, and runs on torch.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = torch.device(device).type
     if kind != "cuda":
         return KernelBackend(TORCH, f"flash-linear-attention needs CUDA, the device is {kind}")
-    kernels, reason = _flash_linear_attention()
-    return KernelBackend(TORCH if kernels is None else FLASH_LINEAR_ATTENTION, reason)
+    kernels, reason = installed_kernels(GATED_DELTA_RULE)
+    if kernels is None:
+        return KernelBackend(TORCH, reason)
+    for family in (KDA, SIMPLE_GLA, GLA):
+        other, obstacle = installed_kernels(family)
+        if other is None:
+            reason += f"; but {family.title[0].lower()}{family.title[1:]} runs on torch: {obstacle}"
+    return KernelBackend(FLASH_LINEAR_ATTENTION, reason)
 
 
 def gated_delta_rule(
@@ -111,10 +109,110 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
     """
-    arguments = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = _options(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return _dispatch(GATED_DELTA_RULE, tensors, initial_state, options)
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the delta rule with a decay per channel with the fastest kernel, as [`gated_delta_rule`] chooses it.
+
+    Args:
+        g: [B, T, H, K], natural logarithm of the decay per key channel, at most 0.
+        q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as in
+            [`gated_delta_rule`].
+
+    Returns:
+        As [`gated_delta_rule`].
+
+    Raises:
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
+    """
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = _options(scale, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return _dispatch(KDA, tensors, initial_state, options)
+
+
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run linear attention with no decay or one per head with the fastest kernel, as [`gated_delta_rule`] chooses it.
+
+    Args:
+        q, k: [B, T, G, K], queries and keys; G may divide the number of value heads.
+        v: [B, T, H, V], values.
+        g: [B, T, H], natural logarithm of the decay, at most 0; None for no decay.
+        scale, initial_state, output_final_state, cu_seqlens: as in [`gated_delta_rule`].
+
+    Returns:
+        As [`gated_delta_rule`].
+
+    Raises:
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
+    """
+    tensors = {"q": q, "k": k, "v": v, "g": g}
+    return _dispatch(SIMPLE_GLA, tensors, initial_state, _options(scale, output_final_state, cu_seqlens))
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run linear attention with a decay per channel with the fastest kernel, as [`gated_delta_rule`] chooses it.
+
+    Args:
+        q, k: [B, T, H, K], queries and keys.
+        v: [B, T, H, V], values.
+        g: [B, T, H, K], natural logarithm of the decay per key channel, at most 0.
+        scale, initial_state, output_final_state, cu_seqlens: as in [`gated_delta_rule`].
+
+    Returns:
+        As [`gated_delta_rule`].
+
+    Raises:
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
+    """
+    tensors = {"q": q, "k": k, "v": v, "g": g}
+    return _dispatch(GLA, tensors, initial_state, _options(scale, output_final_state, cu_seqlens))
+
+
+def _options(
+    scale: float | None, output_final_state: bool, cu_seqlens: Tensor | None, **others: bool
+) -> dict[str, Any]:
+    return {"scale": scale, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens, **others}
+
+
+def _dispatch(
+    family: Family, tensors: Mapping[str, Tensor | None], state: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    v = cast(Tensor, tensors["v"])
     if v.device.type == "cuda" and v.shape[1] > 0 and not torch.compiler.is_exporting():
-        return _on_cuda(*arguments)
-    return _on_torch(*arguments)
+        return _on_cuda(family, tensors, state, options)
+    return _on_torch(family, tensors, state, options)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -126,124 +224,38 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _on_torch(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, state: Tensor | None, *rest: Any
+    family: Family, tensors: Mapping[str, Tensor | None], state: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    one_step = v.shape[1] == 1 and not _needs_gradient(q, k, v, g, beta, state)
-    return (recurrent_gated_delta_rule if one_step else chunk_gated_delta_rule)(q, k, v, g, beta, scale, state, *rest)
+    one_step = cast(Tensor, tensors["v"]).shape[1] == 1 and not _needs_gradient(*tensors.values(), state)
+    return (family.recurrent if one_step else family.chunk)(**tensors, initial_state=state, **options)
 
 
 def _run_on_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    state: Tensor | None,
-    output_final_state: bool,
-    normalize: bool,
-    cu_seqlens: Tensor | None,
+    family: Family, tensors: Mapping[str, Tensor | None], state: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Run flash-linear-attention's kernels if they can take these tensors, else our own with one warning."""
-    kernels, obstacle = _kernels_for(q, k, v)
+    q, k, v = (cast(Tensor, tensors[name]) for name in ("q", "k", "v"))
+    kernels, obstacle = fla_kernels_for(family, q, k, v)
     if kernels is None:
-        logger.warning_once(f"The gated delta rule runs on the slower torch kernels on this GPU: {obstacle}.")
-        return _on_torch(q, k, v, g, beta, scale, state, output_final_state, normalize, cu_seqlens)
-    step_by_step = v.shape[1] <= _LONGEST_STEPS and not _needs_gradient(q, k, v, g, beta, state)
-    return (kernels.recurrent if step_by_step else kernels.chunk)(
-        q=q,
-        k=k,
-        v=v,
-        g=_at_least_float32(g).clamp(min=_LOWEST_LOG_DECAY),
-        beta=beta,
-        scale=scale,
-        initial_state=None if state is None else _at_least_float32(state),
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=normalize,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(v.device, torch.long),
+        logger.warning_once(f"{family.title} runs on the slower torch kernels on this GPU: {obstacle}.")
+        return _on_torch(family, tensors, state, options)
+    step = v.shape[1] <= _LONGEST_STEPS and not _needs_gradient(*tensors.values(), state)
+    tensors = dict(tensors)
+    if not family.grouped and k.shape[2] != v.shape[2]:
+        ratio = v.shape[2] // k.shape[2]
+        tensors |= {"q": q.repeat_interleave(ratio, dim=2), "k": k.repeat_interleave(ratio, dim=2)}
+    if tensors["g"] is not None:
+        tensors["g"] = _at_least_float32(tensors["g"]).clamp(min=_LOWEST_LOG_DECAY)
+    edges = options["cu_seqlens"]
+    arguments = {
+        **named(family, step, tensors),
+        **options,
+        "initial_state": None if state is None else _at_least_float32(state),
+        "cu_seqlens": None if edges is None else edges.to(v.device, torch.long),
         **kernels.layout,
-    )
+    }
+    return (kernels.recurrent if step else kernels.chunk)(**arguments)
 
 
 # Compilers cannot look into Triton launches; they step out here and come back after.
 _on_cuda = cast(Kernel, torch.compiler.disable(_run_on_cuda))
-
-
-def _kernels_for(q: Tensor, k: Tensor, v: Tensor) -> tuple[_Kernels | None, str]:
-    """Return flash-linear-attention's kernels if they can take these tensors, and what stands in the way if not."""
-    kernels, reason = _flash_linear_attention()
-    if kernels is None:
-        return None, reason
-    if v.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
-        got = f"{q.dtype}, {k.dtype}, {v.dtype}"
-        return None, f"flash-linear-attention takes q, k, v of one type, float16, bfloat16 or float32, got {got}"
-    if k.shape[3] > _WIDEST_KEY:
-        return None, (
-            f"flash-linear-attention takes keys up to {_WIDEST_KEY} wide, got {k.shape[3]}; use more, narrower heads"
-        )
-    for kernel in (kernels.chunk, kernels.recurrent):
-        if not _keeps_layout(
-            kernel, tuple(kernels.layout), (k.shape[2], v.shape[2], k.shape[3], v.shape[3]), v.dtype, v.device
-        ):
-            return None, f"the installed flash-linear-attention does not return the state as [K, V]; {_INSTALL}"
-    return kernels, reason
-
-
-@lru_cache
-def _flash_linear_attention() -> tuple[_Kernels | None, str]:
-    """Import flash-linear-attention's kernels and check that they name what we pass; return them and the reason."""
-    if not is_flash_linear_attention_available():
-        return None, f"flash-linear-attention is not installed, or this torch sees no GPU; {_INSTALL}"
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunk
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as recurrent
-    except (ImportError, RuntimeError) as error:
-        return None, f"flash-linear-attention cannot be imported ({error}); {_INSTALL}"
-    kernels: tuple[Any, Any] = (chunk, recurrent)
-    layout: dict[str, bool] = {}
-    for kernel in kernels:
-        named = inspect.signature(kernel).parameters
-        missing = [name for name in _ARGUMENTS if name not in named]
-        layout = {name: False for name in _LAYOUT_ARGUMENTS if name in named}
-        if missing or not layout:
-            lacking = ", ".join(missing or _LAYOUT_ARGUMENTS[:1])
-            return (
-                None,
-                f"the installed flash-linear-attention has no argument {lacking} in {kernel.__name__}; {_INSTALL}",
-            )
-    return _Kernels(*kernels, layout), "CUDA, and flash-linear-attention is installed"
-
-
-@lru_cache
-def _keeps_layout(
-    kernel: Kernel, layout: tuple[str, ...], sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Tell whether a kernel takes and returns the state as [K, V], by its answer to two tokens.
-
-    An argument may be accepted and ignored, and with K = V a transposed state has the right shape.
-    """
-    heads, value_heads, width, values = sizes
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*shape: int, like: torch.dtype = dtype) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(like)
-
-    with torch.no_grad():
-        arguments = {
-            "q": draw(1, 2, heads, width),
-            "k": draw(1, 2, heads, width),
-            "v": draw(1, 2, value_heads, values),
-            "g": -draw(1, 2, value_heads, like=torch.float32),
-            "beta": draw(1, 2, value_heads),
-            "initial_state": draw(1, value_heads, width, values, like=torch.float32),
-            "output_final_state": True,
-            "use_qk_l2norm_in_kernel": True,
-        }
-        _, expected = recurrent_gated_delta_rule(**arguments)
-        _, state = kernel(**arguments, **dict.fromkeys(layout, False))
-    return (
-        state is not None
-        and expected is not None
-        and state.shape == expected.shape
-        and torch.allclose(state.to(expected.dtype), expected, rtol=0.05, atol=0.05)
-    )

@@ -145,7 +145,7 @@ def test_packed_weights_are_refused(make_llama):
 
 def test_unknown_mixers_and_options_list_the_allowed_ones(make_llama):
     teacher = make_llama()
-    with pytest.raises(ValueError, match="'mamba' is unknown; allowed: gdn, window"):
+    with pytest.raises(ValueError, match=r"mixer='mamba' is not understood; allowed: gdn, window, kda"):
         convert(teacher, [0], mixer="mamba")
     with pytest.raises(ValueError, match=r"gdn_head_dim.*allowed: gdn_use_short_conv"):
         convert(teacher, [0], gdn_head_dim=8)

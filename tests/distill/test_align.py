@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from loopergy.configuration.layer_patterns import MIXERS
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignConfig, AlignModule, AlignTrainer, alignment_errors
 from loopergy.distill.teacher import MixerCall, finish_block, loop_states, post_mixer_norm, watch_mixers
@@ -229,3 +230,93 @@ def test_a_window_student_is_aligned_with_its_own_masks(ouro, random_batch):
     ids = random_batch(rows=1, length=3)["input_ids"]
     assert AlignModule(student, ouro)(input_ids=ids)["loss"].item() < 1e-20
     assert AlignModule(student, ouro)(**random_batch(rows=1, length=8))["loss"].item() > 1e-6
+
+
+OPTIONS = {
+    "window": {"sliding_window": 4},
+    "nsa": {"nsa_block_size": 4, "nsa_window": 4, "nsa_block_count": 3},
+    "dsa": {"dsa_topk": 6},
+}
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "full"])
+def test_every_mixer_comes_closer_to_the_attention_it_replaces(teacher, random_batch, mixer):
+    student = convert(teacher, [1], mixer, **OPTIONS.get(mixer, {})).model
+    module, batch, losses = AlignModule(student, teacher), random_batch(length=16), []
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.05 * torch.randn_like(parameter))  # a dsa student of one key head has nothing to learn
+    optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0)
+    for _ in range(5):
+        losses.append(module(**batch)["loss"])
+        optimizer.zero_grad()
+        losses[-1].backward()
+        assert all(parameter.grad is not None for parameter in trained)
+        optimizer.step()
+    assert losses[-1].item() < 0.9 * losses[0].item()
+
+
+def mixed_student(teacher):
+    mixers = ["retnet", "nsa", "dsa"]
+    return convert(teacher, [], mixers, nsa_block_size=4, nsa_window=3, nsa_block_count=3, dsa_topk=3).model
+
+
+def student_terms(student, teacher, batch):
+    """Return the terms [loops, layers] with each mixer's arguments as the student's own forward makes them."""
+    calls: list[MixerCall] = []
+    seen: dict[tuple[int, int], dict] = {}
+    with torch.no_grad(), watch_mixers(teacher, calls.append):
+        loop_states(teacher, batch)
+    with torch.no_grad(), watch_mixers(student, lambda call: seen.update({(call.loop, call.layer): call.arguments})):
+        loop_states(student, batch)
+    mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(batch["input_ids"])
+    mask = mask[:, :-1].bool() & mask[:, 1:].bool()
+    table = torch.zeros(getattr(teacher.config, "num_loops", 1), 3, dtype=torch.float64)
+    for call in calls:
+        arguments = {**seen[call.loop, call.layer], "cache": None}
+        mixed = student.model.layers[call.layer].self_attn(call.inputs, **arguments)[0]
+        layer = teacher.base_model.layers[call.layer]
+        difference = post_mixer_norm(layer, mixed) - post_mixer_norm(layer, call.output)
+        table[call.loop, call.layer] = difference[:, :-1][mask].square().mean()
+    return table
+
+
+@pytest.mark.parametrize("batch", ["plain", "padded", "packed", "gapped"])
+def test_mixers_see_in_alignment_what_they_see_in_the_student(teacher, random_batch, batch):
+    """Guards C4: masks, positions and borders of sparse, rotary and recurrent mixers alike."""
+    inputs = random_batch(rows=2, length=11)
+    if batch == "padded":
+        inputs["attention_mask"] = torch.tensor([[0, 0, 0, *[1] * 8], [1] * 11])
+    if batch == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(5), torch.arange(6)]).expand(2, -1)
+    if batch == "gapped":
+        inputs["position_ids"] = 3 * torch.arange(11).expand(2, -1)
+    student = mixed_student(teacher)
+    want = student_terms(student, teacher, inputs)
+    labels = None if batch != "packed" else inputs["input_ids"]
+    got = AlignModule(student, teacher)(**inputs, labels=labels)["terms"]
+    # Llama's rotary angles, which a windowed or block-sparse mixer takes from the teacher, are float32.
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_an_indexer_learns_from_its_own_loss_alone_and_rests_without_one(ouro, random_batch):
+    batch = random_batch(length=16)
+    resting = convert(ouro, [0, 1], "dsa", dsa_topk=4).model
+    AlignModule(resting, ouro)(**batch)["loss"].backward()
+    sparse = resting.model.layers[2].self_attn
+    assert sparse.kv_proj.weight.grad is not None
+    assert sparse.q_score_proj.weight.grad is None
+    assert not sparse.q_score_proj.weight.requires_grad
+    student = convert(ouro, [0, 1], "dsa", dsa_topk=4, dsa_indexer_loss_weight=0.5).model
+    module, losses = AlignModule(student, ouro), []
+    sparse = student.model.layers[2].self_attn
+    optimizer = torch.optim.SGD([sparse.q_score_proj.weight, sparse.k_score_proj.weight], lr=0.3)
+    for _ in range(6):
+        losses.append(module(**batch)["loss"])
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[0].item() > AlignModule(resting, ouro)(**batch)["loss"].item()
+    assert sparse.q_score_proj.weight.grad.abs().max() > 0
+    assert losses[-1].item() < losses[0].item()

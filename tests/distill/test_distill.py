@@ -101,14 +101,15 @@ def test_packed_documents_give_the_loss_of_separate_ones(teacher, student, tmp_p
     assert packed.item() == pytest.approx(sum(parts), rel=1e-9)
 
 
-def test_everything_trains_but_the_exit_gate_and_the_teacher(ouro, tmp_path, random_batch):
+def test_everything_trains_but_the_exit_gate_the_indexers_and_the_teacher(ouro, tmp_path, random_batch):
     """Guards H7 and H12."""
-    student = convert(ouro, keep_layers=[1]).model
+    student = convert(ouro, [1], "gdn,dsa", dsa_indexer="deepseek").model
     module = DistillModule(student, ouro.requires_grad_(False), settings(tmp_path))
     module(**random_batch(), progress=0.0)["loss"].backward()
     for name, parameter in student.named_parameters():
-        assert (parameter.grad is None) == ("early_exit_gate" in name), name
-        assert parameter.requires_grad == ("early_exit_gate" not in name), name
+        unreached = "early_exit_gate" in name or "_score_" in name
+        assert (parameter.grad is None) == unreached, name
+        assert parameter.requires_grad != unreached, name
     assert all(parameter.grad is None for parameter in ouro.parameters())
     assert {id(p) for p in module.parameters()}.isdisjoint(id(p) for p in ouro.parameters())
     assert not any(name.startswith("_outside") or "teacher" in name for name in module.state_dict())

@@ -64,6 +64,17 @@ def test_longer_rows_need_an_explicit_option(ouro, tmp_path, random_batch):
         extend_positions(student, 16)
 
 
+def test_a_new_rotary_base_reaches_the_tables_of_sparse_mixers(ouro, random_batch):
+    student = convert(ouro, [0], "dsa", dsa_indexer="deepseek").model
+    extend_positions(student, 200_000, rope_theta=5e6)
+    ours, width = student.model.layers[1].self_attn, 16
+    want = 5e6 ** (-torch.arange(0, width, 2) / width)
+    torch.testing.assert_close(ours.rotary_emb.inv_freq, want)
+    assert len(ours.index_rotary_emb.inv_freq) == 32
+    torch.testing.assert_close(ours.index_rotary_emb.inv_freq[1].item(), 5e6 ** (-1 / 32))
+    assert torch.isfinite(ExtendModule(student)(**random_batch())["loss"])
+
+
 def test_only_a_distilled_student_is_extended(ouro, tmp_path):
     """Guards H2."""
     student = convert(ouro, keep_layers=[1]).model

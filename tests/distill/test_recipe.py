@@ -50,6 +50,7 @@ def test_all_stages_run_in_order_and_leave_folders_that_load(small, tmp_path, ou
     assert done == ["convert", "align", "select", "distill", "extend"]
     assert list(report.heldout_kl) == ["converted", "aligned", "distilled", "extended"]
     assert report.heldout_kl["distilled"] < report.heldout_kl["converted"]
+    assert set(report.student["mixers"]) == {"gdn", "full"}
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["heldout_kl"] == report.heldout_kl
     selection = Selection.from_json(tmp_path / "out" / "select" / "selection.json")

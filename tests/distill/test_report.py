@@ -90,6 +90,15 @@ def test_the_page_stands_alone_escapes_what_models_write_and_shows_every_part():
     assert full_report().to_html() == page
 
 
+def test_the_plan_names_the_mixers_of_the_student_in_their_colours():
+    pytest.importorskip("matplotlib")
+    report = full_report()
+    assert "orange: full attention,  grey: other mixers" in report.to_html()
+    report.student["mixers"] = ["gdn", "full", "dsa"]
+    page = report.to_html()
+    assert "orange: full attention,  grey: Gated DeltaNet,  blue: DeepSeek Sparse Attention" in page
+
+
 def test_a_report_with_nothing_measured_is_a_page_too():
     pytest.importorskip("matplotlib")
     assert "<h1>empty</h1>" in Report("empty").to_html()

@@ -42,6 +42,16 @@ def test_candidates_equal_models_that_are_built_with_those_layers(teacher, stude
     assert kls[0, 0] > 0.01
 
 
+def test_candidates_of_a_mixed_student_equal_models_that_are_built(teacher, batches):
+    student = convert(teacher, [], "retnet,dsa,nsa", dsa_topk=4, nsa_block_size=4, nsa_window=4).model
+    kls = candidate_kls(Candidates(student, teacher), teacher, batches, [[], [0], [1], [2]])
+    for index, built in enumerate([student, *(restore_layers(student, teacher, [layer]) for layer in range(3))]):
+        torch.testing.assert_close(kls[index], literal_kl(built, teacher, batches), rtol=1e-8, atol=1e-11)
+    selection = select_layers(student, teacher, batches, 1, progress=False)
+    assert selection.mixers == ["retnet", "dsa", "nsa"]
+    assert Selection.from_json(selection.to_json()) == selection
+
+
 def test_a_student_is_the_same_before_and_after(teacher, student, batches):
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     modules = [layer.self_attn for layer in student.model.layers]

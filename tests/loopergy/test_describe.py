@@ -4,13 +4,27 @@
 import pytest
 import torch
 
-from loopergy import LT2Config, LT2ForCausalLM, OuroConfig, OuroForCausalLM
+from loopergy import (
+    CEMLlamaConfig,
+    CEMLlamaForCausalLM,
+    LT2Config,
+    LT2ForCausalLM,
+    NRGPTConfig,
+    NRGPTForCausalLM,
+    OuroConfig,
+    OuroForCausalLM,
+)
 from loopergy.describe import describe_cost, find_config, model_cost, named_dtype, slot_table
 
 MODELS = {
     "ouro": (OuroForCausalLM, OuroConfig.from_preset("tiny")),
     "ouro-shared": (OuroForCausalLM, OuroConfig.from_preset("tiny", kv_sharing="last")),
     "hybrid": (LT2ForCausalLM, LT2Config.from_preset("tiny", layer_mixers="gdn,full", num_hidden_layers=4)),
+    "cem": (CEMLlamaForCausalLM, CEMLlamaConfig.from_preset("tiny", cem_diag="none")),
+    "cem-diagonal": (CEMLlamaForCausalLM, CEMLlamaConfig.from_preset("tiny", cem_diag="shared", num_steps=2)),
+    "nrgpt": (NRGPTForCausalLM, NRGPTConfig.from_preset("tiny")),
+    "linear": (LT2ForCausalLM, LT2Config.from_preset("tiny", layer_mixers="kda,mamba2,retnet,full")),
+    "sparse": (LT2ForCausalLM, LT2Config.from_preset("tiny", layer_mixers="nsa,dsa", nsa_block_size=4, dsa_topk=8)),
     "window": (LT2ForCausalLM, LT2Config.from_preset("tiny", layer_mixers="window,full", sliding_window=9)),
 }
 

@@ -16,6 +16,8 @@ from loopergy.hub_export import check_export, export, push
 MODELS = {
     "ouro": lambda: loopergy.OuroForCausalLM(loopergy.OuroConfig.from_preset("tiny")),
     "lt2": lambda: loopergy.LT2ForCausalLM(loopergy.LT2Config.from_preset("tiny", layer_mixers="gdn,full,window")),
+    "cem_llama": lambda: loopergy.CEMLlamaForCausalLM(loopergy.CEMLlamaConfig.from_preset("tiny", num_steps=2)),
+    "nrgpt": lambda: loopergy.NRGPTForCausalLM(loopergy.NRGPTConfig.from_preset("tiny")),
     "classifier": lambda: loopergy.LT2ForSequenceClassification(loopergy.LT2Config.from_preset("tiny", num_labels=3)),
 }
 
@@ -32,6 +34,7 @@ sys.meta_path.insert(0, Absent())
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+torch.set_grad_enabled(False)
 ids = torch.arange(3, 20)[None]
 for folder in sys.argv[1:]:
     auto = AutoModelForSequenceClassification if folder.endswith("classifier") else AutoModelForCausalLM

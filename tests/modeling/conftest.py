@@ -4,7 +4,11 @@
 import pytest
 import torch
 
-from loopergy import LT2Config, LT2ForCausalLM, OuroConfig, OuroForCausalLM
+from loopergy import CEMLlamaConfig, CEMLlamaForCausalLM, LT2Config, LT2ForCausalLM, OuroConfig, OuroForCausalLM
+
+# Sparse mixers that leave something out at the lengths of the tests.
+SMALL_NSA = {"nsa_num_key_value_heads": 2, "nsa_block_size": 4, "nsa_block_count": 4, "nsa_window": 3}
+SMALL_DSA = {"dsa_latent_dim": 12, "dsa_tail_dim": 4, "dsa_topk": 5, "dsa_index_head_dim": 8}
 
 # One LT2 per way of mixing; each test that holds for "every mixer" runs over these.
 LT2_KINDS = {
@@ -18,6 +22,26 @@ LT2_KINDS = {
     "hybrid": {"layer_mixers": "gdn,full"},
     "mixed": {"layer_mixers": "window,gdn,full,gdn", "sliding_window": 5},
     "loop-windows": {"layer_mixers": "gdn,full", "loop_windows": "full->5->3"},
+    "kda": {"layer_mixers": "kda", "kda_expand_v": 1.5},
+    "kda-negative": {"layer_mixers": "kda,full", "kda_allow_neg_eigval": True, "kda_use_short_conv": False},
+    "deltanet": {"layer_mixers": "deltanet", "deltanet_allow_neg_eigval": True},
+    "mamba2": {"layer_mixers": "mamba2", "mamba2_state_size": 12},
+    "hgrn2": {"layer_mixers": "hgrn2"},
+    "retnet": {"layer_mixers": "retnet"},
+    "gla": {"layer_mixers": "gla", "gla_gate_logit_normalizer": 2},
+    "la": {"layer_mixers": "la", "attention_bias": True},
+    "random-1": {"layer_mixers": "mamba2,window,retnet,deltanet", "sliding_window": 4, "attention_bias": True},
+    "random-2": {"layer_mixers": "hgrn2,full,kda,gla", "attention_bias": True},
+    "nsa": {"layer_mixers": "nsa", **SMALL_NSA},
+    "nsa-overlap": {"layer_mixers": "nsa,window", "sliding_window": 4, **SMALL_NSA, "nsa_pool_stride": 2},
+    "dsa": {"layer_mixers": "dsa", **SMALL_DSA},
+    "gdn-dsa": {
+        "layer_mixers": "gdn,dsa",
+        "dsa_indexer": "deepseek",
+        "dsa_rope": True,
+        "dsa_indexer_loss_weight": 0.5,
+        **SMALL_DSA,
+    },
     "sandwich": {
         "layer_mixers": "gdn,full",
         "block_style": "sandwich",
@@ -27,6 +51,20 @@ LT2_KINDS = {
         "gdn_use_short_conv": False,
         "gdn_expand_v": 1,
     },
+}
+
+# One CEM-Llama per corner of the design space; each test that holds for "every kind" runs over these.
+CEM_KINDS = {
+    "no-diagonal": {"cem_diag": "none"},
+    "shared": {"cem_diag": "shared", "num_steps": 2},
+    "per-head": {"cem_diag": "per_head", "num_steps": 3, "num_key_value_heads": 2, "cem_norm_mode": "every_step"},
+    "low-rank": {"cem_diag": "none", "num_steps": 2, "num_key_value_heads": 1, "cem_precond": "dlr"},
+    "jacobian": {"num_steps": 2, "cem_norm_mode": "exact_jacobian", "cem_precond": "diag", "cem_mlp_act_on": "gate"},
+    "plain": {"cem_diag": "none", "cem_rope_values": "plain", "num_key_value_heads": 2},
+    "attention-only": {"cem_mlp": False, "attention_bias": True, "mlp_bias": True, "cem_learn_step_size": True},
+    "mlp-only": {"cem_attention": False, "num_steps": 2, "cem_learn_step_size": True},
+    "untied": {"cem_diag": "none", "cem_tie_kv": False, "cem_tie_qo": False, "cem_tie_mlp": False, "num_steps": 2},
+    "untied-output": {"cem_tie_qo": False, "cem_temperature": 3.0, "cem_step_size": 0.7},
 }
 
 
@@ -52,6 +90,12 @@ def build_ouro(dtype=torch.float64, **fields) -> OuroForCausalLM:
     return shaken(OuroForCausalLM(OuroConfig.from_preset("tiny", **settings))).to(dtype)
 
 
+def build_cem(dtype=torch.float64, **fields) -> CEMLlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {"initializer_range": 0.2, **fields}
+    return shaken(CEMLlamaForCausalLM(CEMLlamaConfig.from_preset("tiny", **settings))).to(dtype)
+
+
 @pytest.fixture(params=["ouro", *LT2_KINDS])
 def any_model(request):
     """Give Ouro and an LT2 of each kind in turn."""
@@ -74,6 +118,18 @@ def make_lt2():
 def make_ouro():
     """Build an Ouro with the given config fields."""
     return build_ouro
+
+
+@pytest.fixture(params=list(CEM_KINDS))
+def any_cem(request):
+    """Give a CEM-Llama of each kind in turn."""
+    return build_cem(**CEM_KINDS[request.param])
+
+
+@pytest.fixture
+def make_cem():
+    """Build a CEM-Llama with the given config fields."""
+    return build_cem
 
 
 def random_ids(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from loopergy.configuration.looped_config import RECURRENT
+from loopergy import LT2Config
+from loopergy.configuration.looped_config import INDEXED, POOLED, RECURRENT
 from loopergy.modeling.looped_cache import GrowingLayer, RecurrentLayer, make_cache
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -38,7 +39,11 @@ def tensors_of(cache) -> list[torch.Tensor]:
         if isinstance(layer, RecurrentLayer):
             states = (*layer.conv_states.values(), *layer.recurrent_states.values())
         else:
-            states = (layer.keys, layer.values)
+            states = (
+                layer.keys,
+                layer.values,
+                *(getattr(layer, f"block_{name}", None) for name in ("keys", "values")),
+            )
         found += [state for state in states if state is not None]
     return found
 
@@ -350,6 +355,33 @@ def test_shared_slots_hold_the_last_loops_keys_for_past_and_own_loops_for_the_ne
     torch.testing.assert_close(logits[:, 8:], exact(ids[:, 8:], cache=cache).logits, **EXACT)
 
 
+def recurrent_bytes(config, mixer: str, element: int) -> int:
+    """Return what a recurrent visit keeps: its state in float32, and the columns of its convolution."""
+    if mixer == "mamba2":
+        inner, state = config.mamba2_expand * config.hidden_size, config.mamba2_state_size
+        return inner * state * 4 + config.mamba2_conv_size * (inner + 2 * state) * element
+    heads, key = getattr(config, f"{mixer}_num_heads"), getattr(config, f"{mixer}_head_dim")
+    value = int(key * getattr(config, f"{mixer}_expand_v"))
+    conv = getattr(config, f"{mixer}_conv_size") if getattr(config, f"{mixer}_use_short_conv", False) else 0
+    return heads * key * value * 4 + conv * heads * (2 * key + value) * element
+
+
+@pytest.mark.parametrize(
+    ("mixer", "fields", "count"),
+    [
+        ("gdn", {}, 1_179_648 + 49_152),
+        ("gdn", {"gdn_num_heads": 8}, 2_359_296 + 49_152),
+        ("kda", {}, 1_048_576 + 49_152),
+        ("mamba2", {}, 1_048_576 + 33_792),
+        ("hgrn2", {}, 2048 * 128 * 4),
+        ("retnet", {}, 16 * 128 * 256 * 4),
+    ],
+)
+def test_a_slot_at_the_paper_s_size_has_the_bytes_worked_out_by_hand(mixer, fields, count):
+    config = LT2Config(hidden_size=2048, num_attention_heads=16, layer_mixers=mixer, **fields)
+    assert recurrent_bytes(config, mixer, 2) == count
+
+
 def slot_bytes(config, length: int, element: int) -> int:
     """Add up what each visit keeps, by the formulas of the mixers' docstrings (recurrent states in float32)."""
     total = 0
@@ -357,9 +389,13 @@ def slot_bytes(config, length: int, element: int) -> int:
         for layer in range(config.num_hidden_layers):
             kind, window = config.visit(loop, layer)
             if kind == RECURRENT:
-                heads, key, value = config.gdn_num_heads, config.gdn_head_dim, config.gdn_value_head_dim
-                conv = config.gdn_conv_size if config.gdn_use_short_conv else 0
-                total += heads * key * value * 4 + conv * heads * (2 * key + value) * element
+                total += recurrent_bytes(config, config.layer_mixers[layer], element)
+            elif kind == INDEXED:
+                width = config.dsa_latent_dim + config.dsa_tail_dim + config.dsa_index_head_dim
+                total += width * length * element
+            elif kind == POOLED:
+                averages = (length - config.nsa_pool_size) // config.nsa_pool_stride + 1
+                total += 2 * config.nsa_num_key_value_heads * config.head_dim * (length + averages) * element
             else:
                 kept = length if window is None else min(length, window - 1)
                 total += 2 * config.num_key_value_heads * config.head_dim * kept * element

@@ -19,6 +19,12 @@ SKIPPED_FOR = {
     },
 }
 
+_WITHOUT_ROTARY = "changes the rotary positions and expects other outputs; no mixer of this model turns by them"
+SKIPPED_FOR["LT2KimiModelTest"] = {
+    f"test_model_rope_scaling_from_config_{i}_{kind}": _WITHOUT_ROTARY
+    for i, kind in enumerate(("linear", "dynamic", "yarn"))
+}
+
 # Left out where the unpacked folder lacks a part of the suite: the sdist holds the test files of the top level only.
 SKIPPED_WITHOUT_GENERATION_TESTS = {
     "test_generation_tester_mixin_inheritance": (
@@ -34,6 +40,7 @@ CHANGED = {
     ),
     "test_all_params_have_gradient": (
         "a switch of the checkpointing tests, off: a sequence classifier reads the state after the last loop, so its "
-        "exit gate has no gradient. Instead test_gradients_reach_every_parameter_but_the_exit_gate checks each class."
+        "exit gate has no gradient, nor have the indexers, whose loss a language model adds. Instead "
+        "test_gradients_reach_every_parameter_but_the_exit_gate checks each class."
     ),
 }

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopergy.modeling.kernels.chunk_layout import chunk_layout, document_boundaries
+from loopergy.modeling.kernels.chunk_layout import Chunks, chunk_layout, document_boundaries
 
 
 @settings(max_examples=60, deadline=None)
@@ -25,7 +25,8 @@ def test_tokens_go_to_chunks_and_back(lengths, chunk_size, packed):
         end = min(first + 2, layout.num_chunks)
         part = layout.to_chunks(tokens, first, end)
         assert torch.equal(part, chunks[first:end])
-        with layout.writing(target, first, end) as place:
+        assert torch.equal(Chunks(layout, tokens).part(first, end), part)
+        with Chunks(layout, target).writing(first, end) as place:
             place.copy_(part)
     assert torch.equal(target, tokens)
 

@@ -18,7 +18,8 @@ def test_step_in_place_equals_the_step_form_token_by_token(dtype):
         q, k, v, g, beta, initial_state=state.clone(), output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     address = state.data_ptr()
-    outputs = [gated_delta_rule_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state) for t in range(6)]
+    qk = torch.stack((q, k), dim=2)
+    outputs = [gated_delta_rule_step(qk[:, t], v[:, t], g[:, t], beta[:, t], state) for t in range(6)]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert state.data_ptr() == address
     assert torch.allclose(state, last, atol=tolerance)

@@ -453,6 +453,24 @@ def test_backward_keeps_no_more_than_the_inputs_twice_over(length):
     assert sum(held.values()) <= 2 * own
 
 
+def test_buffers_of_a_short_call_are_smaller_than_its_inputs(monkeypatch):
+    spaces = []
+    for name in ("forward", "backward"):
+        kernel = importlib.import_module(f"loopergy.modeling.kernels.gated_delta_rule_{name}")
+
+        class Counted(kernel.Workspace):
+            def __init__(self, *args):
+                super().__init__(*args)
+                spaces.append(self)
+
+        monkeypatch.setattr(kernel, "Workspace", Counted)
+    inputs = leaves(draw(1, 512, 8, 64, 64, dtype=torch.float32))
+    chunk_gated_delta_rule(**inputs)[0].sum().backward()
+    own = sum(inputs[name].numel() for name in "qkv")
+    assert len(spaces) == 2
+    assert all(sum(buffer.numel() for buffer in space.buffers.values()) < own for space in spaces)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

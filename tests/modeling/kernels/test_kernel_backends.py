@@ -1,12 +1,17 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+import ast
+import importlib.util
+import inspect
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from loopergy.modeling.kernels import (
     chunk_gated_delta_rule,
+    fla_kernels,
     gated_delta_rule,
     kernel_backend,
     kernel_backends,
@@ -68,7 +73,7 @@ def install(monkeypatch, chunk, recurrent):
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", ops)
-    monkeypatch.setattr(kernel_backends, "is_flash_linear_attention_available", lambda: True)
+    monkeypatch.setattr(fla_kernels, "is_flash_linear_attention_available", lambda: True)
 
 
 @pytest.fixture(autouse=True)
@@ -76,15 +81,18 @@ def warnings_given(monkeypatch):
     """Forget what was found out about flash-linear-attention before and after a test; collect warnings."""
     given = []
     monkeypatch.setattr(kernel_backends.logger, "warning_once", given.append)
-    for found in (kernel_backends._flash_linear_attention, kernel_backends._keeps_layout):
+    for found in (fla_kernels.installed_kernels, fla_kernels.keeps_layout):
         found.cache_clear()
     yield given
-    for found in (kernel_backends._flash_linear_attention, kernel_backends._keeps_layout):
+    for found in (fla_kernels.installed_kernels, fla_kernels.keeps_layout):
         found.cache_clear()
 
 
 def run_as_on_cuda(q, k, v, g, beta, scale=None, state=None, final=True, normalize=True, cu_seqlens=None):
-    return kernel_backends._on_cuda(q, k, v, g, beta, scale, state, final, normalize, cu_seqlens)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = {"scale": scale, "output_final_state": final, "cu_seqlens": cu_seqlens}
+    options["use_qk_l2norm_in_kernel"] = normalize
+    return kernel_backends._on_cuda(fla_kernels.GATED_DELTA_RULE, tensors, state, options)
 
 
 def same(left, right, tolerance=1e-5):
@@ -105,16 +113,19 @@ def test_cpu_tensors_run_on_the_torch_kernels(length, warnings_given):
 def test_single_tokens_take_the_step_form_only_where_no_gradient_is_needed(monkeypatch):
     """Guards A15: a lone token without a state works, too."""
     taken = []
-    for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
-        rule = getattr(kernel_backends, name)
-        monkeypatch.setattr(kernel_backends, name, lambda *a, name=name, rule=rule: taken.append(name) or rule(*a))
+    family = fla_kernels.GATED_DELTA_RULE
+    watched = family._replace(
+        chunk=lambda **given: taken.append("chunk") or family.chunk(**given),
+        recurrent=lambda **given: taken.append("recurrent") or family.recurrent(**given),
+    )
+    monkeypatch.setattr(kernel_backends, "GATED_DELTA_RULE", watched)
     inputs = draw(1)
     gated_delta_rule(**inputs)
     inputs["k"].requires_grad_()
     gated_delta_rule(**inputs)
     with torch.no_grad():
         gated_delta_rule(**inputs)
-    assert taken == ["recurrent_gated_delta_rule", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
+    assert taken == ["recurrent", "chunk", "recurrent"]
 
 
 def test_matching_kernels_are_used_and_asked_for_the_documented_layout(monkeypatch, warnings_given):
@@ -166,7 +177,7 @@ def test_a_kernel_without_a_named_argument_is_refused(which, monkeypatch, warnin
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, warnings_given):
     """Guards F10."""
-    monkeypatch.setattr(kernel_backends, "is_flash_linear_attention_available", lambda: False)
+    monkeypatch.setattr(fla_kernels, "is_flash_linear_attention_available", lambda: False)
     inputs = draw()
     actual = run_as_on_cuda(**inputs)
     assert same(actual, chunk_gated_delta_rule(**inputs, output_final_state=True, use_qk_l2norm_in_kernel=True))
@@ -209,6 +220,119 @@ def test_packed_documents_reach_the_kernel(monkeypatch):
         **inputs, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=edges
     )
     assert same(actual, expected)
+
+
+OTHERS = {"kda": fla_kernels.KDA, "simple_gla": fla_kernels.SIMPLE_GLA, "gla": fla_kernels.GLA}
+
+
+def draw_for(name, length, width=8, values=8, dtype=torch.float32):
+    inputs = draw(length, width, values, dtype)
+    if name in ("kda", "gla"):
+        inputs["g"] = (-torch.rand(1, length, 2, width)).to(dtype)
+    if name == "simple_gla":
+        inputs |= {"q": inputs["q"][:, :, :1], "k": inputs["k"][:, :, :1]}
+    return inputs if name == "kda" else {key: x for key, x in inputs.items() if key != "beta"}
+
+
+def stand_in(family, step, calls):
+    """Make a function with the arguments that flash-linear-attention's has, which runs our kernel."""
+    names = fla_kernels.named(family, step, dict.fromkeys(("q", "k", "v", *family.arguments)))
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        for name in (*names, "scale", "initial_state", "output_final_state", "cu_seqlens", "state_v_first")
+    ]
+
+    def kernel(**given):
+        assert set(given) <= {parameter.name for parameter in parameters}
+        calls.append(
+            {"step": step, "g": given["gk" if step and family.step_names else "g"], "heads": given["q"].shape[2]}
+        )
+        assert given.pop("state_v_first") is False
+        if "gk" in given:
+            given["g"] = given.pop("gk")
+        return family.recurrent(**given)
+
+    kernel.__signature__ = inspect.Signature(parameters)
+    return kernel
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("length", [1, 5, 70])
+def test_the_other_families_call_their_kernels_by_their_names(name, length, monkeypatch, warnings_given):
+    """Guards F9: `gk` in the step form of GLA, heads repeated where kernels want as many as values, -inf raised."""
+    family, calls = OTHERS[name], []
+    module = types.ModuleType(family.module)
+    setattr(module, family.fla_chunk, stand_in(family, False, calls))
+    setattr(module, family.fla_recurrent, stand_in(family, True, calls))
+    for part in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    monkeypatch.setitem(sys.modules, family.module, module)
+    monkeypatch.setattr(fla_kernels, "is_flash_linear_attention_available", lambda: True)
+    inputs = draw_for(name, length)
+    inputs["g"][0, 0] = -torch.inf
+    options = {"scale": None, "output_final_state": True, "cu_seqlens": None}
+    actual = kernel_backends._on_cuda(family, inputs, None, options)
+    assert same(actual, family.chunk(**inputs, output_final_state=True))
+    assert calls[-1]["step"] is (length <= 64)
+    assert calls[-1]["heads"] == 2
+    assert calls[-1]["g"].min() >= -50
+    assert warnings_given == []
+
+
+@pytest.mark.parametrize("family", [fla_kernels.GATED_DELTA_RULE, *OTHERS.values()], ids=lambda family: family.title)
+@pytest.mark.parametrize("step", [False, True])
+def test_the_arguments_are_those_of_the_installed_package(family, step):
+    """Guards F9: read from its source, as it cannot be imported without a GPU."""
+    package = importlib.util.find_spec("fla")
+    if package is None:
+        pytest.skip("flash-linear-attention is not installed")
+    name = family.fla_recurrent if step else family.fla_chunk
+    folder = Path(package.origin).parent.joinpath(*family.module.split(".")[1:])
+    found = [
+        {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    wanted = fla_kernels.named(family, step, dict.fromkeys(("q", "k", "v", *family.arguments)))
+    options = {"scale", "initial_state", "output_final_state", "cu_seqlens", "state_v_first"}
+    assert len(found) == 1
+    assert {*wanted, *options} <= found[0]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("length", [0, 1, 40])
+def test_the_other_families_run_on_the_torch_kernels_on_a_cpu(name, length):
+    inputs = draw_for(name, length)
+    actual = getattr(kernel_backends, name)(**inputs, output_final_state=True)
+    assert same(actual, OTHERS[name].chunk(**inputs, output_final_state=True))
+
+
+def test_a_family_that_the_package_lacks_is_named_and_runs_on_torch(monkeypatch, warnings_given):
+    """Guards F10."""
+    install(monkeypatch, good_kernel([]), good_kernel([]))
+    for family in OTHERS.values():
+        monkeypatch.setitem(sys.modules, family.module, None)
+    backend = kernel_backend("cuda")
+    assert backend.name == "flash-linear-attention"
+    assert "linear attention with a decay per channel runs on torch" in backend.reason
+    inputs = draw_for("gla", 5)
+    options = {"scale": None, "output_final_state": True, "cu_seqlens": None}
+    kernel_backends._on_cuda(fla_kernels.GLA, inputs, None, options)
+    assert "Linear attention with a decay per channel runs on the slower torch kernels" in warnings_given[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("length", [1, 33, 130])
+def test_cuda_kernels_of_the_other_families_equal_the_torch_kernels(name, length):
+    """Guards F10 and F1 on the device that is there."""
+    inputs = {key: x.cuda() for key, x in draw_for(name, length, 64, 32, torch.bfloat16).items()}
+    state = torch.randn(1, 2, 64, 32, device="cuda")
+    actual = getattr(kernel_backends, name)(**inputs, initial_state=state, output_final_state=True)
+    expected = OTHERS[name].chunk(**inputs, initial_state=state, output_final_state=True)
+    for x, y in zip(actual, expected, strict=True):
+        assert (x.float() - y.float()).norm() < 2e-2 * y.float().norm()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,61 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The fields of the sparse mixers, `nsa_*` and `dsa_*`: derived defaults and checks."""
+
+from typing import Any
+
+
+def fill_sparse_fields(config: Any) -> None:
+    """Set the fields left at `None`: averages over the selected blocks, as many index heads as attention heads."""
+    if config.nsa_pool_size is None:
+        config.nsa_pool_size = config.nsa_block_size
+    if config.nsa_pool_stride is None:
+        config.nsa_pool_stride = config.nsa_pool_size
+    if config.dsa_index_heads is None:
+        config.dsa_index_heads = config.num_attention_heads
+
+
+def validate_nsa(config: Any) -> None:
+    """Check the fields of Native Sparse Attention.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    heads, groups = config.num_attention_heads, config.nsa_num_key_value_heads
+    if groups < 1 or heads % groups:
+        raise ValueError(f"nsa_num_key_value_heads={groups} must divide num_attention_heads={heads}.")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim={config.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+    stride = config.nsa_pool_stride
+    for field in ("nsa_pool_size", "nsa_block_size"):
+        if stride < 1 or getattr(config, field) < 1 or getattr(config, field) % stride:
+            raise ValueError(
+                f"{field}={getattr(config, field)} must be a positive multiple of nsa_pool_stride={stride}: the score "
+                "of a block is the sum over its strides."
+            )
+
+
+def validate_dsa(config: Any) -> None:
+    """Check the fields of DeepSeek Sparse Attention.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    if config.dsa_indexer not in ("lt2", "deepseek"):
+        raise ValueError(f"dsa_indexer={config.dsa_indexer!r} must be 'lt2' or 'deepseek'.")
+    if config.dsa_index_heads < 1:
+        raise ValueError(f"dsa_index_heads={config.dsa_index_heads} must be at least 1.")
+    if config.dsa_rope and (config.dsa_tail_dim < 2 or config.dsa_tail_dim % 2):
+        raise ValueError(
+            f"dsa_rope=True turns pairs of the tail: dsa_tail_dim={config.dsa_tail_dim} must be even and at least 2."
+        )
+    if config.dsa_indexer == "deepseek" and min(64, config.dsa_index_head_dim) % 2:
+        raise ValueError(
+            f"dsa_index_head_dim={config.dsa_index_head_dim} must be even: the lightning indexer turns pairs of it."
+        )
+    if config.dsa_indexer_loss_weight < 0:
+        raise ValueError(f"dsa_indexer_loss_weight={config.dsa_indexer_loss_weight} must not be negative.")
+    if config.dsa_dense_warmup and config.dsa_indexer_loss_weight == 0:
+        raise ValueError(
+            "dsa_dense_warmup=True attends to all tokens while the indexer learns, but dsa_indexer_loss_weight=0 "
+            "teaches it nothing: give the loss a weight, or leave the warm-up out."
+        )

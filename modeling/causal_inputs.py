@@ -1,0 +1,114 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""What a causal model without loops derives from its inputs once per forward, and the cache it generates with."""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+
+from loopergy.modeling.looped_cache import RoomyGenerationMixin, with_growing_layers
+from loopergy.modeling.looped_inputs import default_positions, find_documents
+
+
+@dataclass(frozen=True)
+class CausalInputs:
+    """Hold what one forward needs in every layer.
+
+    Attributes:
+        cache (`Cache`, *optional*): the cache to write to.
+        position_ids (`torch.LongTensor` of shape (batch or 1, length)).
+        mask: in the form of the attention implementation; `None` means causal.
+        causal (`bool`): the mask is known to hide all keys behind a query, as one that the caller made may not.
+    """
+
+    cache: Cache | None
+    position_ids: torch.Tensor
+    mask: Any
+    causal: bool
+
+
+def read_causal_inputs(
+    config: Any,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict | None,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    use_cache: bool | None,
+    borders: dict,
+) -> CausalInputs:
+    """Check the arguments of a forward and derive from them what all layers share.
+
+    Args:
+        config: gives the attention implementation, and sizes a new cache.
+        inputs_embeds (`torch.Tensor` of shape (batch, length, hidden_size)): the new tokens.
+        attention_mask, position_ids, cache, use_cache: as the model got them.
+        borders (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
+
+    Raises:
+        ValueError: for packed documents together with a cache.
+    """
+    padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
+    # A ready mask says all: those of `generate` come with positions that restart at padding.
+    ready = attention_mask is not None and padding is None
+    length = inputs_embeds.shape[1]
+    documents = find_documents(
+        inputs_embeds.shape[:2],
+        None if ready else position_ids,
+        None if padding is None else padding[:, -length:],
+        borders.get("cu_seq_lens_q"),
+        borders.get("seq_idx"),
+    )
+    if documents is not None and cache is not None:
+        raise ValueError(
+            "The rows hold several packed documents (position_ids restart, or cu_seq_lens_q or seq_idx were given), "
+            "which a cache cannot continue. Pass one document per row, or leave the cache out."
+        )
+    if use_cache and cache is None and documents is None:
+        cache = with_growing_layers(DynamicCache(config=config))
+    if position_ids is None:
+        past = 0 if cache is None else cache.get_seq_length()
+        position_ids = default_positions(inputs_embeds.shape[:2], padding, past, documents, inputs_embeds.device)
+    if isinstance(attention_mask, dict):
+        return CausalInputs(cache, position_ids, attention_mask["full_attention"], causal=False)
+    ids = None if documents is None else documents.ids
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        cache=cache,
+        and_mask_function=None if ids is None else lambda row, head, query, key: ids[row, query] == ids[row, key],
+    )
+    return CausalInputs(cache, position_ids, mask, causal=not ready)
+
+
+class UnevenGenerationMixin(RoomyGenerationMixin):
+    """Prepare caches whose two halves differ in width, the second of which may be empty."""
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        if generation_config.cache_implementation == "quantized":
+            raise ValueError(
+                "cache_implementation='quantized' stores keys and values of equal width, and this model keeps one "
+                "tensor, or another beside the keys. Leave cache_implementation out to use the default cache."
+            )
+        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Leave a static cache to be sized by what is first written to it."""
+        return
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse continuous batching, whose paged cache has keys and values of equal width.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} keeps one tensor per token, or another beside the keys, which the paged cache of "
+            "continuous batching does not offer. Use generate() with a padded batch."
+        )
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse continuous batching; see [`init_continuous_batching`]."""
+        self.init_continuous_batching()

@@ -1,0 +1,232 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Decays inside a chunk of tokens, for any log decay from 0 down to minus infinity.
+
+With `g_t <= 0` the log decay of token t, what token j wrote counts `D_ij = exp(g_{j+1} + ... + g_i)` for token i.
+No sum of log decays is turned round where it could be large, and none is the difference of two large ones: every
+exponent below is a sum of numbers <= 0, so that nothing overflows and no digit is lost.
+
+For one decay per head that is a table [C, C]. For one per channel there is no such table, as it would have K layers;
+[`channel_chunks`] cuts the chunk in halves instead: when i lies in the later half and j in the earlier one,
+`D_ij = exp(g_{mid+1} + ... + g_i) exp(g_{j+1} + ... + g_mid)`, one factor for the reading and one for the writing row.
+Each half is then a smaller chunk of the same kind. Where decays are mild, so that a whole chunk's may be turned round
+without harm, one product takes the place of all these.
+
+Shape letters: n chunks, C tokens of a chunk, K channels, R kinds of reading rows.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loopergy.modeling.kernels.segments import Space
+
+# Decays below exp(-floor) count as zero. That is far below the rounding error of the sums they would enter, and far
+# above the denormal numbers that make processors a hundred times slower.
+LOG_DECAY_FLOOR = {torch.float32: 35.0, torch.float64: 80.0}
+# Up to here a sum of log decays may be turned round; a gradient turns it round twice, and exp(80) is still a number.
+_TURNABLE = {torch.float32: 40.0, torch.float64: 300.0}
+# On a CPU, exp2 is three times as fast as exp.
+_LOG2_E = math.log2(math.e)
+
+
+def decay(log_decay: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return exp(log_decay), exactly 0 below the floor of the dtype, in `out` if given."""
+    floor = LOG_DECAY_FLOOR[log_decay.dtype]
+    # exp(-inf) is 35 times as slow as exp of a number on a CPU, hence the clamp before and the threshold after.
+    if out is None:
+        return without_negligible(log_decay.clamp(min=-floor).exp())
+    factor = torch.clamp(log_decay, min=-floor, out=out).mul_(_LOG2_E).exp2_()
+    return torch.threshold_(factor, _smallest(out.dtype), 0.0)
+
+
+def without_negligible(factor: Tensor) -> Tensor:
+    """Return decays with those below the floor of the dtype replaced by 0."""
+    return torch.threshold(factor, _smallest(factor.dtype), 0.0)
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    return 1.001 * math.exp(-LOG_DECAY_FLOOR[dtype])
+
+
+def lowest_counted(dtype: torch.dtype) -> float:
+    """Return a log decay beyond which all count as -inf, for them to be raised to: -inf * 0 is no number."""
+    return -LOG_DECAY_FLOOR[dtype] - 1
+
+
+class ChannelChunks(NamedTuple):
+    """What chunks with one log decay per token and channel compute without looking at a state.
+
+    Args:
+        scores: [n, R, C, C], `sum_c rows_ic D_ijc keys_jc` for j <= i, and 0 for later j.
+        read: [n, R, C, K], rows times the decay from the chunk's start.
+        write: [n, C, K], keys times the decay to the chunk's end.
+        carry: [n, K], decay of the whole chunk.
+    """
+
+    scores: Tensor
+    read: Tensor
+    write: Tensor
+    carry: Tensor
+
+
+def channel_chunks(space: Space, rows: Tensor, keys: Tensor, g: Tensor) -> ChannelChunks:
+    """Read and write with a decay per channel.
+
+    Args:
+        space: where results go.
+        rows: [n, R, C, K], what reads; C a power of two. Overwritten in buffers, as are keys.
+        keys: [n, C, K], what is written.
+        g: [n, C, K], log decays, at least [`lowest_counted`].
+    """
+    n, kinds, size, width = rows.shape
+    since = _mild(g, space.take("total", *g.shape))
+    if since is None:
+        scores, since, until = _in_halves(rows, keys, g)
+        read = torch.mul(rows, since[:, None], out=space.over(rows))
+        return ChannelChunks(scores, read, torch.mul(keys, until, out=space.over(keys)), since[:, -1])
+    read = torch.mul(rows, since[:, None], out=space.over(rows))
+    keys = torch.div(keys, since, out=space.over(keys))
+    scores = torch.bmm(read.view(n, -1, width), keys.mT, out=space.take("scores", n, kinds * size, size))
+    scores = scores.view(n, kinds, size, size)
+    scores = scores.tril_() if space.reuse else scores.tril()
+    carry = since[:, -1]
+    write = torch.mul(keys, carry[:, None], out=space.over(keys))
+    return ChannelChunks(scores, read, write, without_negligible(carry))
+
+
+def _mild(g: Tensor, out: Tensor | None = None) -> Tensor | None:
+    """Return the decays from the chunk's start [n, C, K] if all may be turned round, else None."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or g.device.type != "cpu":
+        # A decision by the numbers is not for tracers, and would make an accelerator wait.
+        return None
+    total = torch.cumsum(g, 1, out=out)
+    if float(total[:, -1].detach().amin()) < -_TURNABLE[g.dtype]:
+        return None
+    return torch.exp2(total * _LOG2_E) if out is None else total.mul_(_LOG2_E).exp2_()
+
+
+def _in_halves(rows: Tensor, keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores [n, R, C, C], and the decays from the start and to the end of the chunk, both [n, C, K].
+
+    Chunks that are not mild are cut in two, down to single tokens. Of two halves, the decay from the start to a token
+    of the second is that of the first half times its own, and so on; no exponent is ever positive.
+    """
+    n, kinds, size, width = rows.shape
+    if size == 1:
+        return (rows * keys[:, None]).sum(-1, keepdim=True), decay(g), torch.ones_like(g)
+    since = _mild(g)
+    if since is not None:
+        scores = (rows * since[:, None]) @ (keys / since)[:, None].mT
+        return scores.tril(), without_negligible(since), without_negligible(since[:, -1:] / since)
+    half = size // 2
+    parts = rows.unflatten(2, (2, half)).transpose(1, 2)
+    scores, since, until = _in_halves(
+        parts.reshape(2 * n, kinds, half, width), keys.reshape(2 * n, half, width), g.reshape(2 * n, half, width)
+    )
+    first, second = scores.unflatten(0, (n, 2)).unbind(1)
+    (since_1, since_2), (until_1, until_2) = (x.unflatten(0, (n, 2)).unbind(1) for x in (since, until))
+    corner = (parts[:, 1] * since_2[:, None]) @ (keys[:, :half] * until_1)[:, None].mT
+    upper = torch.cat([first, torch.zeros_like(first)], -1)
+    scores = torch.cat([upper, torch.cat([corner, second], -1)], -2)
+    since = torch.cat([since_1, without_negligible(since_2 * since_1[:, -1:])], 1)
+    until = torch.cat([without_negligible(until_1 * since_2[:, -1:]), until_2], 1)
+    return scores, since, until
+
+
+class HeadDecay:
+    """The decays of n chunks with one log decay per token.
+
+    Args:
+        space: where results go.
+        g: [n, C], log decays.
+
+    Attributes:
+        since: [n, C, 1], decay from the chunk's start to each token.
+        until: [n, C, 1], decay from each token to the chunk's end.
+        between: [n, C, C], D, and 0 above the diagonal.
+    """
+
+    def __init__(self, space: Space, g: Tensor):
+        n, size, dtype = *g.shape, space.dtype
+        # Summed in float64 and kept as a pair of numbers: differences of long sums would cost three digits.
+        total = g.to(dtype if g.device.type == "mps" else torch.float64).clamp(min=lowest_counted(dtype)).cumsum(-1)
+        high = total.to(dtype)
+        rest = (total - high).to(dtype)
+        self.since = decay(high)[..., None]
+        self.until = decay((total[..., -1:] - total).to(dtype))[..., None]
+        future = space.constant(_future, size)
+        between = torch.sub(high[..., :, None], high[..., None, :], out=space.take("between", n, size, size))
+        if space.reuse:
+            between.add_(rest[..., :, None]).sub_(rest[..., None, :]).sub_(future)
+        else:
+            between = between + rest[..., :, None] - rest[..., None, :] - future
+        self.between = decay(between, between if space.reuse else None)
+
+
+def _future(size: int, like: Tensor) -> Tensor:
+    """Return [C, C], a large number where a token would read what a later one writes."""
+    return torch.full((size, size), 1e30, device=like.device).triu(1)
+
+
+def pass_state(
+    space: Space, read: Tensor, write: Tensor, v: Tensor, out: Tensor, carry: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Let chunks read from a state and write to it: `O += R S`, then `S <- carry S + W^T V`.
+
+    Args:
+        space: where results go.
+        read, write: [s, p, C, K], rows that read and keys that write, decays included.
+        v, out: [s, p, C, V], values, and outputs so far.
+        carry: [s, p, K or 1, 1], decay of each chunk; None for none.
+        state: [b, h, K, V] with b h = p.
+
+    Returns:
+        The outputs, and the state after the last chunk.
+    """
+    memory = space.take("state", *state.flatten(0, 1).shape)
+    if memory is None:
+        before, after = scan(space, carry, write.mT @ v, state.flatten(0, 1))
+        return out + read @ before, after.view_as(state)
+    # One chunk after the other, so that the state stays in the cache and those in between are never written out.
+    if memory.data_ptr() != state.data_ptr():
+        memory.view(state.shape).copy_(state)
+    carries = [None] * len(v) if carry is None else carry.unbind(0)
+    for rows, keys, values, target, factor in zip(*(x.unbind(0) for x in (read, write, v, out)), carries, strict=True):
+        target.baddbmm_(rows, memory)
+        if factor is not None:
+            memory.mul_(factor)
+        memory.baddbmm_(keys.mT, values)
+    return out, memory.view_as(state)
+
+
+def scan(space: Space, carry: Tensor | None, writes: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Carry a state over chunks whose writes do not depend on it: `S <- carry S + write`.
+
+    Args:
+        space: where results go.
+        carry: [s, p, K or 1, V or 1], or None for one.
+        writes: [s, p, K, V].
+        state: [p, K, V].
+
+    Returns:
+        The states before the chunks [s, p, K, V], and the state after the last.
+    """
+    carries = [None] * len(writes) if carry is None else carry.unbind(0)
+    room = space.take("states", len(writes), *state.shape)
+    states = [] if room is None else list(room.unbind(0))
+    if room is not None:
+        state = states[0].copy_(state)
+    for i, (factor, write) in enumerate(zip(carries, writes.unbind(0), strict=True)):
+        if room is None:
+            states.append(state)
+            target = None
+        else:
+            target = states[i + 1] if i + 1 < len(states) else space.take("after", *state.shape)
+        if factor is None:
+            state = torch.add(write, state, out=target)
+        else:
+            state = torch.addcmul(write, state, factor, out=target)
+    return torch.stack(states) if room is None else room, state

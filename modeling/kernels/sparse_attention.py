@@ -1,0 +1,184 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""What sparse attention is made of: choosing, fetching and weighing keys, a few queries at a time.
+
+Letters: B batch, S new tokens, L cached + new tokens, N keys in reach, H heads, D width.
+A token's *rank* counts the real tokens of its row before it; without padding it is the column.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+# Numbers that one piece of work may fetch: what stays in a CPU's cache, or keeps a GPU busy.
+_PIECE = {"cpu": 2**21}
+_PIECE_ELSEWHERE = 2**26
+
+
+class TokenOrder(NamedTuple):
+    """Say where the tokens of each row lie.
+
+    Attributes:
+        ranks (`torch.LongTensor` of shape (B or 1, S)): rank of each new token; at padding that of the real token
+            before.
+        columns (`torch.LongTensor` of shape (B, L), *optional*): column of the token of each rank; `None` without
+            padding, where rank and column are the same.
+    """
+
+    ranks: torch.Tensor
+    columns: torch.Tensor | None
+
+    def column(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Return the columns of the tokens of the given ranks, (B, ...)."""
+        if self.columns is None:
+            return ranks
+        return self.columns.gather(1, ranks.flatten(1)).view(ranks.shape)
+
+
+def real_tokens(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Check a padding mask and return it as booleans.
+
+    Args:
+        attention_mask (`torch.Tensor` of shape (B, L), *optional*): 0 at padding, over cached and new tokens.
+
+    Raises:
+        ValueError: for a mask of another number of dimensions.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: sparse attention chooses its keys itself, so it "
+            "takes the padding mask (batch, cached + new tokens) and no mask per query and key. For packed documents "
+            "pass restarting position_ids, seq_idx or cu_seq_lens_q."
+        )
+    return attention_mask.to(torch.bool)
+
+
+def check_covers(real: torch.Tensor, past: int | torch.Tensor, new: int) -> None:
+    """Raise `ValueError` for a mask (B, L) that ends before the last of the new tokens, where that can be told."""
+    if isinstance(past, int) and real.shape[1] < past + new:
+        raise ValueError(
+            f"attention_mask has {real.shape[1]} columns for {past} cached and {new} new tokens: it must cover both."
+        )
+
+
+def real_among_new(real: torch.Tensor, past: int | torch.Tensor, new: int) -> torch.Tensor:
+    """Return which of the new tokens are real, (B, S); raise as [`check_covers`]."""
+    check_covers(real, past, new)
+    return real[:, past + torch.arange(new, device=real.device)]
+
+
+def fit(real: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """Widen a mask of real tokens to `length` columns; those beyond it (of a static cache) hold nothing yet."""
+    if real is None or real.shape[1] == length:
+        return real
+    return torch.nn.functional.pad(real, (0, length - real.shape[1]))
+
+
+def token_order(real: torch.Tensor | None, past: int | torch.Tensor, new: int, device: torch.device) -> TokenOrder:
+    """Find the ranks of the new tokens.
+
+    Args:
+        real (`torch.BoolTensor` of shape (B, L), *optional*): False at padding, over cached and new tokens.
+        past (`int` or `torch.Tensor`): tokens in the cache.
+        new (`int`): S.
+        device: where to put the result.
+    """
+    columns = past + torch.arange(new, device=device)[None]
+    if real is None:
+        return TokenOrder(columns, None)
+    length = real.shape[1]
+    ranks = real.cumsum(dim=1) - 1
+    # Padding goes to a place of its own behind the others, which is cut off.
+    targets = torch.where(real, ranks, length)
+    order = targets.new_zeros(real.shape[0], length + 1)
+    order = order.scatter(1, targets, torch.arange(length, device=device).expand_as(targets))[:, :length]
+    return TokenOrder(ranks.gather(1, columns.expand(real.shape[0], -1)).clamp(min=0), order)
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in float32, or unchanged in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def piece_size(numbers_per_query: int, device: torch.device) -> int:
+    """Return how many queries to work on at a time when each fetches so many numbers."""
+    return max(1, _PIECE.get(device.type, _PIECE_ELSEWHERE) // max(1, numbers_per_query))
+
+
+def pieces(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut start..end into (start, end) of at most `size`."""
+    for begin in range(start, end, size):
+        yield begin, min(begin + size, end)
+
+
+def document_slices(cu_seqlens: torch.Tensor) -> list[slice]:
+    """Return the columns of each document of a flattened batch, from their borders (documents + 1,)."""
+    borders = cu_seqlens.tolist()
+    return [slice(start, end) for start, end in itertools.pairwise(borders) if end > start]
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Call `function(*inputs)`; where gradients are wanted, keep the inputs alone and compute it again for them."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+@torch.no_grad()
+def top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the `count` largest scores along the last dimension, of equal ones the first.
+
+    Args:
+        scores (`torch.Tensor` of shape (..., N)).
+        count (`int`): at most N.
+
+    Returns:
+        `torch.LongTensor` of shape (..., count), rising, so that sums over them always run in the order of the tokens.
+    """
+    best = scores.topk(count, dim=-1, sorted=False)
+    least = best.values.amin(dim=-1, keepdim=True)
+    # On a CPU reading the answer costs nothing, and ties across the edge are rare.
+    readable = scores.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and int((scores >= least).sum()) == best.indices.numel():
+        return best.indices.sort(dim=-1).values
+    above, level = scores > least, scores == least
+    room = count - above.sum(dim=-1, keepdim=True)
+    kept = above | (level & (level.cumsum(dim=-1) <= room))
+    order = torch.arange(scores.shape[-1], 0, -1, device=scores.device)
+    return torch.where(kept, order, 0).topk(count, dim=-1).indices
+
+
+def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Fetch rows by number: (B, N, D) and (B, M) give (B, M, D).
+
+    Args:
+        rows (`torch.Tensor` of shape (B, N, D)): may be the filled front of a larger buffer.
+        index (`torch.LongTensor` of shape (B, M)).
+    """
+    batch, length, width = rows.shape
+    plain = rows.stride(2) == 1 and rows.stride(1) == width and rows.stride(0) % max(width, 1) == 0
+    if not plain or rows.requires_grad or torch.compiler.is_compiling():
+        return rows.gather(1, index[..., None].expand(-1, -1, width))
+    # All rows of the buffer in one list: fetching from that moves whole rows, and copies nothing else.
+    step = rows.stride(0) // width
+    listed = rows.as_strided(((batch - 1) * step + length, width), (width, 1))
+    listed_at = index + step * torch.arange(batch, device=index.device)[:, None]
+    return listed.index_select(0, listed_at.flatten()).view(*index.shape, width)
+
+
+def visible_softmax(scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """Normalise scores over the visible keys, in float32 at least.
+
+    Args:
+        scores (`torch.Tensor` of shape (..., N)): overwritten.
+        visible (`torch.BoolTensor`, *optional*): broadcastable to the scores; all are visible without it. Where none
+            is, the weights are finite and mean nothing.
+    """
+    scores = at_least_float32(scores)
+    if visible is not None:
+        scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1)

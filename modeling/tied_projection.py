@@ -1,0 +1,101 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Use a linear layer's matrix a second time, transposed, with all that adapters and offloading do to it.
+
+The gradient of an energy needs W^T beside W. `projection(x)` is the first use; [`read_out`] the second. Reading
+`projection.weight` instead would miss an adapter, a quantised storage or an offloaded weight.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_out(projection: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    r"""Apply the transpose of a linear layer, \(W^T y\), without its bias.
+
+    W is read from a plain linear layer, and is \(W + \sum_a s_a B_a A_a\) over the active adapters a with LoRA of
+    `peft`, whose dropout, which draws inputs of A, acts on the first use only. Merged and disabled adapters are
+    followed. Any other layer (DoRA, quantised weights, a batch that mixes adapters) is differentiated: the gradient of
+    \(y \cdot W x\) with respect to x is what is wanted, whatever the layer keeps W in. Its dropout draws anew.
+
+    Args:
+        projection: the layer, in_features -> out_features; affine in its input.
+        y (`torch.Tensor` of shape (..., out_features)).
+
+    Returns:
+        `torch.Tensor` of shape (..., in_features).
+
+    Raises:
+        NotImplementedError: for a layer that neither shows its matrix nor can be differentiated.
+    """
+    base = getattr(projection, "base_layer", None)
+    if base is None:
+        with at_hand(projection):
+            weight = _plain_weight(projection)
+            return _differentiated(projection, y) if weight is None else y @ weight
+    adapter: Any = projection
+    if adapter.disable_adapters or adapter.merged:
+        return read_out(base, y)
+    if not _is_plain_lora(adapter):
+        return _differentiated(adapter, y)
+    output = read_out(base, y)
+    for name in adapter.active_adapters:
+        if name in adapter.lora_A:
+            first, second = adapter.lora_A[name], adapter.lora_B[name]
+            with at_hand(first), at_hand(second):
+                narrow = y.to(second.weight.dtype) @ second.weight
+                output = output + (narrow @ first.weight * adapter.scaling[name]).to(output.dtype)
+    return output
+
+
+@contextmanager
+def at_hand(module: nn.Module) -> Iterator[None]:
+    """Let accelerate fetch a module's weights if it has offloaded them, as it does when the module is called."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, ())
+
+
+def _plain_weight(projection: nn.Module) -> torch.Tensor | None:
+    """Return the matrix of a layer that holds it as it is, or `None`."""
+    weight = getattr(projection, "weight", None)
+    shape = (getattr(projection, "out_features", None), getattr(projection, "in_features", None))
+    plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in PLAIN_TYPES and weight.shape == shape
+    return weight if plain else None
+
+
+def _is_plain_lora(adapter: Any) -> bool:
+    """Whether an adapted layer is W + B A for the whole batch."""
+    return (
+        hasattr(adapter, "lora_A")
+        and not any(name in getattr(adapter, "lora_variant", ()) for name in adapter.active_adapters)
+        and not any("adapter_names" in getattr(hook, "keywords", ()) for hook in adapter._forward_pre_hooks.values())
+    )
+
+
+def _differentiated(projection: Any, y: torch.Tensor) -> torch.Tensor:
+    """Return W^T y as the derivative of a layer."""
+    tracked = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.enable_grad():
+        shape = (*y.shape[:-1], projection.in_features)
+        probe = torch.zeros(shape, dtype=y.dtype, device=y.device, requires_grad=True)
+        output = projection(probe)
+        if not output.requires_grad:
+            raise NotImplementedError(
+                "A projection of this model is used twice, the second time transposed, but its "
+                f"{type(projection).__name__} neither shows its matrix nor can be differentiated. Keep these layers "
+                "out of quantisation (modules_to_not_convert, llm_int8_skip_modules): q_proj and up_proj of "
+                "CEM-Llama, fc1 and fc2 of NRGPT."
+            )
+        return torch.autograd.grad(output, probe, y.clone().to(output.dtype), create_graph=tracked)[0]

@@ -1,0 +1,93 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Multi-query associative recall: pairs of key and value first, later each key again, and its value is asked.
+
+    k7 v3 k2 v9 . . k2 v9 . k7 v3 .
+
+All keys of a sequence differ; values are drawn freely. After the pairs come the queries, in random order and with
+fillers at random places, so that a model must keep every pair for a while. Only the values of the queries are asked.
+A fixed-size state has to hold `num_pairs` associations, which is where mixers differ.
+
+Source: Zoology, arXiv 2312.04927, section 4, with each answer written after its query.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerFast
+
+from loopergy.tasks.task import Answer, Example, ExampleTask
+from loopergy.tasks.vocabulary import word_tokenizer
+
+
+@dataclass
+class Recall(ExampleTask):
+    """Multi-query associative recall: give the value that was paired with a key.
+
+    Args:
+        num_pairs (`int`, defaults to 8): Pairs to remember.
+        num_queries (`int`, *optional*): Pairs that are asked, each at most once; all by default.
+        length (`int`, defaults to 64): Tokens in a sequence, fillers included.
+        num_keys, num_values (`int`, default to 64): Keys and values in the vocabulary.
+
+    Raises:
+        ValueError: More pairs than keys, more queries than pairs, or a sequence too short for both.
+    """
+
+    num_pairs: int = 8
+    num_queries: int | None = None
+    length: int = 64
+    num_keys: int = 64
+    num_values: int = 64
+
+    name = "recall"
+
+    def __post_init__(self):
+        self.num_queries = self.num_pairs if self.num_queries is None else self.num_queries
+        if not 1 <= self.num_pairs <= self.num_keys:
+            raise ValueError(f"`num_pairs` must be from 1 to `num_keys` = {self.num_keys}, got {self.num_pairs}.")
+        if not 1 <= self.num_queries <= self.num_pairs:
+            raise ValueError(
+                f"`num_queries` must be from 1 to `num_pairs` = {self.num_pairs}, got {self.num_queries}."
+            )
+        if self.num_values < 2:
+            raise ValueError(f"`num_values` must be at least 2, got {self.num_values}.")
+        needed = 2 * (self.num_pairs + self.num_queries)
+        if self.length < needed:
+            raise ValueError(f"`length` must be at least {needed} for these pairs and queries, got {self.length}.")
+
+    @property
+    def chance(self) -> float:
+        """A guess among all values."""
+        return 1 / self.num_values
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The filler `.`, then the keys `k0`, `k1`, ..., then the values `v0`, `v1`, ..."""
+        keys, values = (f"k{i}" for i in range(self.num_keys)), (f"v{i}" for i in range(self.num_values))
+        return word_tokenizer([".", *keys, *values])
+
+    @property
+    def row_length(self) -> int:
+        """Tokens in a sequence."""
+        return self.length
+
+    def example(self, rng: random.Random) -> Example:
+        """Draw one sequence; its answers are grouped by how many tokens ago the pair was, in powers of two."""
+        keys = [1 + key for key in rng.sample(range(self.num_keys), self.num_pairs)]
+        values = [1 + self.num_keys + rng.randrange(self.num_values) for _ in keys]
+        ids = [token for pair in zip(keys, values, strict=True) for token in pair]
+        asked = rng.sample(range(self.num_pairs), self.num_queries or self.num_pairs)
+        fillers = self.length - len(ids) - 2 * len(asked)
+        # One of all ways to put the queries among the fillers, each equally likely.
+        places = set(rng.sample(range(fillers + len(asked)), len(asked)))
+        answers, queue = [], iter(asked)
+        for place in range(fillers + len(asked)):
+            if place not in places:
+                ids.append(0)
+                continue
+            pair = next(queue)
+            ago = (len(ids) - 2 * pair - 1).bit_length()
+            ids += [keys[pair], values[pair]]
+            answers.append(Answer(len(ids) - 1, (values[pair],), (f"up to {2**ago:>5} tokens ago",)))
+        return Example(ids, answers)

@@ -1,0 +1,66 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""A checkpoint in another format computes the same, from folder to folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import loopergy
+from loopergy.conversion import ConversionError
+from loopergy.conversion.exact_formats import convert_format
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "nrgpt"
+IDS = torch.arange(3, 17)[None]
+
+
+@pytest.fixture
+def cem(tmp_path, topics_tokenizer):
+    """Save a CEM-Llama that a Llama can express, with a tokenizer."""
+    torch.manual_seed(0)
+    config = loopergy.CEMLlamaConfig.from_preset("tiny", cem_diag="none", cem_rope_values="plain", cem_precond="dlr")
+    loopergy.CEMLlamaForCausalLM(config).save_pretrained(tmp_path / "cem")
+    topics_tokenizer.save_pretrained(tmp_path / "cem")
+    return tmp_path / "cem"
+
+
+def logits(folder) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
+
+
+def test_cem_llama_becomes_a_llama_with_its_tokenizer(cem, tmp_path):
+    model = convert_format(cem, "llama", tmp_path / "llama")
+    assert isinstance(model, LlamaForCausalLM)
+    assert torch.allclose(logits(tmp_path / "llama"), logits(cem), atol=1e-5)
+    assert (tmp_path / "llama" / "tokenizer.json").is_file()
+
+
+def test_any_llama_becomes_a_cem_llama_whose_sub_layers_stay_as_they_are(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    convert_format(tmp_path / "llama", "cem_llama", tmp_path / "cem", cem_attention=False, cem_mlp=False)
+    assert torch.allclose(logits(tmp_path / "cem"), logits(tmp_path / "llama"), atol=1e-5)
+    with pytest.raises(ConversionError, match="layer"):
+        convert_format(tmp_path / "llama", "cem_llama", tmp_path / "tied")
+    assert not (tmp_path / "tied").exists()
+
+
+def test_an_official_nrgpt_file_becomes_a_folder(tmp_path):
+    checkpoint = GOLDEN / "official_ckpt_FF2W.pt"
+    model = convert_format(checkpoint, "nrgpt", tmp_path / "nrgpt")
+    with torch.no_grad():
+        assert torch.equal(logits(tmp_path / "nrgpt"), model(IDS).logits)
+
+
+def test_the_wrong_kind_of_source_is_named(cem, tmp_path):
+    with pytest.raises(ConversionError, match="of type 'cem_llama'; 'cem_llama' is made from 'llama'"):
+        convert_format(cem, "cem_llama", tmp_path / "out")
+    with pytest.raises(ConversionError, match="target='gguf'"):
+        convert_format(cem, "gguf", tmp_path / "out")
+    with pytest.raises(ConversionError, match="takes none"):
+        convert_format(cem, "llama", tmp_path / "out", tolerance=1)

@@ -8,12 +8,18 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrained
 
 from loopergy.conversion.cem_llama_maps import cem_to_llama, llama_to_cem
 from loopergy.conversion.folders import check_new_folder, new_folder
+from loopergy.conversion.lt2_official import lt2_from_official
 from loopergy.conversion.nrgpt_official import nrgpt_from_official
 from loopergy.conversion.weight_maps import ConversionError
 from loopergy.modeling.modeling_cem_llama import CEMLlamaForCausalLM
 
 # Target to what it is made from: model type, or a file of the official code.
-EXACT_FORMATS = {"llama": "cem_llama", "cem_llama": "llama", "nrgpt": "a .pt file of the official NRGPT code"}
+EXACT_FORMATS = {
+    "llama": "cem_llama",
+    "cem_llama": "llama",
+    "nrgpt": "a .pt file of the official NRGPT code",
+    "lt2": "a consolidated checkpoint of the official LT2 code",
+}
 
 
 def convert_format(
@@ -22,11 +28,12 @@ def convert_format(
     """Convert a checkpoint to another format without changing what it computes, and write it as a folder.
 
     Args:
-        source: folder or Hub id; for `"nrgpt"` a file of the official code.
-        target (`str`): `"llama"` (from CEM-Llama), `"cem_llama"` (from a Llama with tied weights) or `"nrgpt"`.
+        source: folder or Hub id; for `"nrgpt"` a file, and for `"lt2"` a consolidated folder, of the official code.
+        target (`str`): `"llama"` (from CEM-Llama), `"cem_llama"` (from a Llama with tied weights), `"nrgpt"` or
+            `"lt2"`.
         folder: where to write, with the tokenizer if there is one; it appears whole or not at all.
         overwrite (`bool`): replace a folder that holds something.
-        **options: of [`llama_to_cem`], or of [`nrgpt_from_official`].
+        **options: of [`llama_to_cem`], [`nrgpt_from_official`] or [`lt2_from_official`].
 
     Returns:
         the converted model.
@@ -40,6 +47,8 @@ def convert_format(
     tokenizer = None
     if target == "nrgpt":
         model: PreTrainedModel = nrgpt_from_official(source, **options)
+    elif target == "lt2":
+        model = lt2_from_official(source, **options)
     else:
         found = AutoConfig.from_pretrained(source).model_type
         if found != EXACT_FORMATS[target]:

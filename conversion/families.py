@@ -312,7 +312,7 @@ def parse_mixers(
     elif isinstance(mixer, str):
         try:
             # At least one layer, so that a pattern is checked even where all are kept.
-            names = parse_layer_mixers(mixer, max(1, len(converted)))[: len(converted) or 1]
+            names = parse_layer_mixers(mixer, max(1, len(converted)))
         except ValueError as error:
             raise ValueError(f"mixer={mixer!r} is not understood; allowed: {_allowed()} ({error})") from None
     else:
@@ -364,8 +364,6 @@ def student_config(
     # Where all layers are kept, a single name still says whose fields the config describes.
     described = used or ([mixer] if isinstance(mixer, str) and mixer in MIXER_OPTIONS else [])
     options = _options(described, mixer_options)
-    if "window" in used and not options["sliding_window"]:
-        raise ValueError('mixer="window" needs sliding_window=<tokens>, e.g. convert(..., sliding_window=512)')
     looped = teacher_config.model_type == "ouro"
     values = {
         field.name: copy.deepcopy(value)
@@ -405,7 +403,9 @@ def _options(mixers: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fit(mixers: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Refuse what a mixer cannot take over from the teacher."""
+    """Refuse what a mixer cannot take over from the teacher, or lacks."""
+    if "window" in mixers and not values.get("sliding_window"):
+        raise ValueError('mixer="window" needs sliding_window=<tokens>, e.g. convert(..., sliding_window=512)')
     bare = sorted(set(mixers) & set(_WITHOUT_BIAS))
     if bare and values.get("attention_bias"):
         raise ConversionError(

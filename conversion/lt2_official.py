@@ -54,7 +54,7 @@ _NAMES = {
 # Tables that are computed, and the embedding seen once more through a tied head.
 _DROPPED = re.compile(r"rope_embeddings\..*|.*\.rotary\.inv_freq|output\.tied_module\.weight")
 
-# Arguments that are a field of ours; where absent, the default of the official code, then ours.
+# Argument of the official code: the field that it is here, and its default there.
 _FIELDS: dict[str, tuple[str, Any]] = {
     "loop_count": ("num_loops", 1),
     "norm_eps": ("rms_norm_eps", 1e-5),
@@ -81,6 +81,13 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "dsa_sm_scale": (None, "a softmax scale of its own in DSA layers"),
     "hgrn2_use_short_conv": (False, "convolutions in HGRN2 layers"),
 }
+
+
+def is_official_lt2(source: str | Path) -> bool:
+    """Say whether a folder, or a `.pth` file, is a consolidated checkpoint of the official LT2 code."""
+    place = Path(source)
+    folder = place.parent if place.suffix == ".pth" else place
+    return (folder / ARGUMENTS_FILE).is_file() and (place.suffix == ".pth" or (folder / WEIGHTS_FILE).is_file())
 
 
 def lt2_from_official(source: str | Path, **fields: Any) -> LT2ForCausalLM:

@@ -85,12 +85,17 @@ def convert(
 ) -> None:
     """Turn an Ouro or Llama-shaped model into a hybrid, and report where each tensor came from.
 
-    With --to, rewrite a checkpoint in another format that computes the same.
+    With --to, or given a consolidated folder of the official LT2 code, rewrite a checkpoint in a format that computes
+    the same.
     """
     from loopergy.conversion.exact_formats import convert_format
     from loopergy.conversion.folders import check_new_folder
+    from loopergy.conversion.lt2_official import is_official_lt2
 
-    if to != "lt2":
+    official = to == "lt2" and is_official_lt2(teacher)
+    if official and keep_layers is not None:
+        raise ValueError(f"{teacher} is an LT2 already: it is rewritten as it is, without --keep-layers")
+    if to != "lt2" or official:
         convert_format(teacher, to, output, overwrite=overwrite, **settings(option))
         typer.echo(f"written to {output}")
         return

@@ -28,7 +28,7 @@ class SlotCost:
         mixer (`str`): what mixes tokens there.
         bytes_per_token (`int`): bytes that each cached token takes in the whole batch, as far as `window`.
         window (`int`, *optional*): tokens it keeps at most; all of them if None.
-        fixed_bytes (`int`): bytes that it takes whatever the length.
+        fixed_bytes (`int`): bytes besides: a recurrent state, or averages of the blocks of the context asked for.
     """
 
     loop: int
@@ -125,12 +125,13 @@ def model_cost(
     """
     if context < 1 or batch < 1:
         raise ValueError(f"context={context}, batch={batch}: both must be at least 1.")
-    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    dtype = getattr(config, "dtype", None) if dtype is None else dtype
+    dtype = torch.bfloat16 if dtype is None else dtype
     with torch.device("meta"), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         token = torch.zeros(batch, 1, dtype=torch.long)
         cache = model(token, use_cache=True, **run).cache
-        slots = _slots(config, cache.layers)
+        slots = _slots(config, cache.layers, context)
         flops = _decode_flops(model, token, cache, context, run) // batch
     embeddings = {id(part.weight): part for part in (model.get_input_embeddings(), model.get_output_embeddings())}
     return ModelCost(
@@ -144,7 +145,7 @@ def model_cost(
     )
 
 
-def _slots(config: Any, layers: list[Any]) -> list[SlotCost]:
+def _slots(config: Any, layers: list[Any], context: int) -> list[SlotCost]:
     """Measure the slots of a cache that holds one token."""
     visits = [(1, layer) for layer in range(len(layers))]
     if hasattr(config, "slot_plan"):
@@ -163,8 +164,10 @@ def _slots(config: Any, layers: list[Any]) -> list[SlotCost]:
         states = [
             tensor for kind in ("conv_states", "recurrent_states") for tensor in getattr(layer, kind, {}).values()
         ]
+        pooling = getattr(layer, "pooling", None)
+        fixed = _size(states) if pooling is None else pooling.complete(context) * per_token
         mixer = mixers[index] if mixers else _only_mixer(config)
-        costs.append(SlotCost(loop, index, mixer, per_token, getattr(layer, "sliding_window", None), _size(states)))
+        costs.append(SlotCost(loop, index, mixer, per_token, getattr(layer, "sliding_window", None), fixed))
     return costs
 
 

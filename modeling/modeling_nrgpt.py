@@ -324,12 +324,11 @@ class NRGPTModel(NRGPTPreTrainedModel):
         static = cache is not None and cache.is_compileable
         if attention_mask is None and ids is None and embeds.shape[1] == 1 and not static:
             return Neighbours(exclude_self=exclude_self)
-        visible = create(allow_is_causal_skip=not static) if ids is None else None
-        if visible is None and ids is None:
+        if ids is None and create(allow_is_causal_skip=not static) is None:
             return Neighbours(exclude_self=exclude_self)
         ready = attention_mask is not None and attention_mask.ndim == 4
-        if ids is not None or (exclude_self and not ready):
-            visible = create(and_mask_function=allowed, allow_is_causal_skip=False)
+        restricted = ids is not None or (exclude_self and not ready)
+        visible = create(and_mask_function=allowed if restricted else None, allow_is_causal_skip=False)
         # Eager masks are additive: 0 where a token attends, the lowest number where it does not.
         if visible.dtype != torch.bool:
             visible = visible > torch.finfo(visible.dtype).min / 2

@@ -69,7 +69,7 @@ def at_hand(module: nn.Module) -> Iterator[None]:
 
 def _plain_weight(projection: nn.Module) -> torch.Tensor | None:
     """Return the matrix of a layer that holds it as it is, or `None`."""
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     shape = (getattr(projection, "out_features", None), getattr(projection, "in_features", None))
     plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in PLAIN_TYPES and weight.shape == shape
     return weight if plain else None

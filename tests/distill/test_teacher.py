@@ -80,6 +80,14 @@ def test_a_visit_knows_input_output_and_residual_of_its_block(teacher, random_ba
     torch.testing.assert_close(final, states[-1])
 
 
+def test_no_indexer_is_measured_while_states_are_read(ouro, random_batch):
+    student = convert(ouro, [], "dsa", dsa_indexer_loss_weight=1.0).model.train()
+    calls = []
+    with watch_mixers(student, calls.append):
+        loop_states(student, random_batch())
+    assert not any(call.arguments["output_divergence"] for call in calls)
+
+
 def test_a_head_with_a_bias_is_refused(llama):
     llama.lm_head.bias = torch.nn.Parameter(torch.zeros(llama.config.vocab_size))
     with pytest.raises(ValueError, match="bias"):

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from loopergy import OuroConfig, OuroForCausalLM, cli
+from loopergy.conversion.families import MIXER_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = typer.main.get_command(cli.app)
@@ -60,6 +61,16 @@ def test_convert_writes_a_folder_that_generate_and_info_read(tiny_ouro, tmp_path
     described = run("info", output).output
     assert "gdn" in described
     assert "whatever the length" in described
+
+
+def test_convert_takes_a_pattern_of_mixers_and_lists_them_all_in_its_help(tiny_ouro, tmp_path):
+    output = tmp_path / "mixed"
+    done = run("convert", tiny_ouro, "-k", "none", "--mixer", "kda,dsa", "-o", output, "--set", "dsa_topk=16")
+    assert done.exit_code == 0, done.output
+    config = json.loads((output / "config.json").read_text())
+    assert config["layer_mixers"] == ["kda", "dsa"]
+    assert config["dsa_topk"] == 16
+    assert set(MIXER_OPTIONS) <= set(re.findall(r"[a-z0-9]+", cli.MIXER_HELP))
 
 
 def test_generate_gives_the_tokens_of_the_python_call(tiny_ouro, topics_tokenizer):

@@ -33,7 +33,7 @@ def held_bytes(cache) -> int:
     """Add up the bytes of everything in a cache."""
     tensors = []
     for layer in cache.layers:
-        tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        tensors += [getattr(layer, name, None) for name in ("keys", "values", "block_keys", "block_values")]
         for kind in ("conv_states", "recurrent_states"):
             tensors += getattr(layer, kind, {}).values()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))

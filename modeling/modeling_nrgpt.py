@@ -324,15 +324,19 @@ class NRGPTModel(NRGPTPreTrainedModel):
         static = cache is not None and cache.is_compileable
         if attention_mask is None and ids is None and embeds.shape[1] == 1 and not static:
             return Neighbours(exclude_self=exclude_self)
-        if ids is None and create(allow_is_causal_skip=not static) is None:
-            return Neighbours(exclude_self=exclude_self)
         ready = attention_mask is not None and attention_mask.ndim == 4
-        restricted = ids is not None or (exclude_self and not ready)
-        visible = create(and_mask_function=allowed if restricted else None, allow_is_causal_skip=False)
-        # Eager masks are additive: 0 where a token attends, the lowest number where it does not.
-        if visible.dtype != torch.bool:
-            visible = visible > torch.finfo(visible.dtype).min / 2
-        return Neighbours.of(visible, exclude_self)
+        if ids is None:
+            mask: Any = create(allow_is_causal_skip=not static)
+            if mask is None:
+                return Neighbours(exclude_self=exclude_self)
+            if ready or not exclude_self:
+                return Neighbours.of(_as_bool(mask), exclude_self)
+        return Neighbours.of(_as_bool(create(and_mask_function=allowed, allow_is_causal_skip=False)), exclude_self)
+
+
+def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as bool; eager masks are additive, with the lowest number where a token does not attend."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _open_cache(

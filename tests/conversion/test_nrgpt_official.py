@@ -184,3 +184,20 @@ def test_the_two_readers_name_each_other():
     relu = GPTBaselineForCausalLM(GPTBaselineConfig.from_preset("tiny", hidden_act="gelu"))
     with pytest.raises(ConversionError, match="hidden_act"):
         gpt_baseline_to_official(relu)
+
+
+class Trap:
+    """Run something when it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path):
+    torch.save({"model": content()["model"], "trap": Trap(tmp_path / "sprung")}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ConversionError, match="could run code"):
+        nrgpt_from_official(tmp_path / "checkpoint.pt", num_hidden_layers=3)
+    assert not (tmp_path / "sprung").exists()

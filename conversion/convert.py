@@ -30,12 +30,11 @@ from loopergy.conversion.families import (
     parse_keep_layers,
     student_config,
 )
-from loopergy.conversion.folders import new_folder
+from loopergy.conversion.folders import TOKENIZER_FILES, new_folder
 from loopergy.conversion.report import REPORT_FILE, ConversionReport, TensorRecord, dtype_name
 from loopergy.conversion.weight_maps import ConversionError, WeightMap, weight_map
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _ATTENTION_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
 _MUST_AGREE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "mlp_bias", "hidden_act", "rms_norm_eps"),
@@ -320,7 +319,7 @@ def _load_tokenizer(source: str, config: LT2Config, revision: str | None) -> Pre
     location, options = Path(source), {"revision": revision or "main"}
     if location.suffix == ".gguf":
         location, options["gguf_file"] = location.parent, location.name
-    elif location.is_dir() and not any((location / name).exists() for name in _TOKENIZER_FILES):
+    elif location.is_dir() and not any((location / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(location), **options)

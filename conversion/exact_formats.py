@@ -4,10 +4,10 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from loopergy.conversion.cem_llama_maps import cem_to_llama, llama_to_cem
-from loopergy.conversion.folders import check_new_folder, new_folder
+from loopergy.conversion.folders import check_new_folder, new_folder, saved_tokenizer
 from loopergy.conversion.lt2_official import lt2_from_official
 from loopergy.conversion.nrgpt_official import nrgpt_from_official
 from loopergy.conversion.weight_maps import ConversionError
@@ -59,16 +59,9 @@ def convert_format(
             model = cem_to_llama(CEMLlamaForCausalLM.from_pretrained(source, dtype="auto"))
         else:
             model = llama_to_cem(LlamaForCausalLM.from_pretrained(source, dtype="auto"), **options)
-        tokenizer = _tokenizer(source)
+        tokenizer = saved_tokenizer(source)
     with new_folder(folder, overwrite=overwrite) as place:
         model.save_pretrained(place)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
     return model
-
-
-def _tokenizer(source: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError):
-        return None

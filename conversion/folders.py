@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Write a folder so that it is there whole or not at all."""
+"""Write a folder so that it is there whole or not at all, and find what lies beside a model's weights."""
 
 import os
 import shutil
@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def check_new_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -55,3 +58,24 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
             os.replace(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def saved_tokenizer(source: str | Path) -> Any:
+    """Return the tokenizer beside a model's weights, or None if there is none.
+
+    Args:
+        source (`str` or `Path`): Folder or Hub id.
+
+    Raises:
+        Exception: As `AutoTokenizer` does, for a folder whose tokenizer files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if Path(source).is_dir():
+        found = any((Path(source) / name).exists() for name in TOKENIZER_FILES)
+        return AutoTokenizer.from_pretrained(source) if found else None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        # Many repositories hold weights alone.
+        return None

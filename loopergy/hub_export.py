@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from loopergy.conversion.folders import new_folder
+from loopergy.conversion.folders import new_folder, saved_tokenizer
 
 _PACKAGE = "loopergy."
 # What may stand beside the weights of a checkpoint and is worth sharing.
@@ -49,7 +49,7 @@ def export(
     if isinstance(model, (str, Path)):
         source = str(model)
         model = _load(source, dtype)
-        tokenizer = tokenizer or _tokenizer(source)
+        tokenizer = tokenizer or saved_tokenizer(source)
     elif dtype is not None:
         raise ValueError(
             f"dtype={dtype!r} is for loading; a model in memory is written as it is: model.to(...) first."
@@ -135,13 +135,6 @@ def _load(source: str, dtype: str | None) -> Any:
     classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     return auto.from_pretrained(source, dtype=dtype or "auto")
-
-
-def _tokenizer(source: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _code_of(model: Any) -> dict[str, str]:

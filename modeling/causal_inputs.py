@@ -2,13 +2,13 @@
 """What a causal model without loops derives from its inputs once per forward, and the cache it generates with."""
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
-from loopergy.modeling.looped_cache import RoomyGenerationMixin, with_growing_layers
+from loopergy.modeling.looped_cache import RoomyGenerationMixin, check_not_packed, with_growing_layers
 from loopergy.modeling.looped_inputs import default_positions, find_documents
 
 
@@ -60,11 +60,8 @@ def read_causal_inputs(
         borders.get("cu_seq_lens_q"),
         borders.get("seq_idx"),
     )
-    if documents is not None and cache is not None:
-        raise ValueError(
-            "The rows hold several packed documents (position_ids restart, or cu_seq_lens_q or seq_idx were given), "
-            "which a cache cannot continue. Pass one document per row, or leave the cache out."
-        )
+    if cache is not None:
+        check_not_packed(documents is not None)
     if use_cache and cache is None and documents is None:
         cache = with_growing_layers(DynamicCache(config=config))
     if position_ids is None:
@@ -97,18 +94,3 @@ class UnevenGenerationMixin(RoomyGenerationMixin):
     def _get_static_cache_init_shape(self) -> None:
         """Leave a static cache to be sized by what is first written to it."""
         return
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching, whose paged cache has keys and values of equal width.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} keeps one tensor per token, or another beside the keys, which the paged cache of "
-            "continuous batching does not offer. Use generate() with a padded batch."
-        )
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching; see [`init_continuous_batching`]."""
-        self.init_continuous_batching()

@@ -341,6 +341,19 @@ def make_cache(config: LoopedConfigMixin, num_loops: int | None = None) -> Dynam
     return with_growing_layers(DynamicCache(config=config.decoder_view(num_loops)))
 
 
+def check_not_packed(packed: bool) -> None:
+    """Refuse to continue a cache with rows that hold several documents.
+
+    Raises:
+        ValueError: if `packed`.
+    """
+    if packed:
+        raise ValueError(
+            "The rows hold several packed documents (position_ids restart, or cu_seq_lens_q or seq_idx were given), "
+            "which a cache cannot continue. Pass one document per row, or leave the cache out."
+        )
+
+
 def open_cache(
     config: LoopedConfigMixin,
     cache: Cache | None,
@@ -365,11 +378,7 @@ def open_cache(
     """
     if cache is None:
         return make_cache(config, num_loops) if use_cache and not packed else None
-    if packed:
-        raise ValueError(
-            "The rows hold several packed documents (position_ids restart, or cu_seq_lens_q or seq_idx were given), "
-            "which a cache cannot continue. Pass one document per row, or leave the cache out."
-        )
+    check_not_packed(packed)
     slots = len(plan.layer_types)
     special = {RECURRENT, POOLED} & set(plan.layer_types)
     lazy = getattr(cache, "layer_class_to_replicate", None) is not None and not special
@@ -413,6 +422,21 @@ class RoomyGenerationMixin(GenerationMixin):
         if type(cache) is DynamicCache and not cache.offloading:
             with_growing_layers(cache)
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse continuous batching, whose paged cache has one slot of keys and values per physical layer.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be served by continuous batching: its paged cache offers one slot of "
+            "equally wide keys and values per physical layer. Use generate() with a padded batch."
+        )
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse continuous batching; see [`init_continuous_batching`]."""
+        self.init_continuous_batching()
+
 
 class LoopedGenerationMixin(RoomyGenerationMixin):
     """Prepare caches with one slot per (loop, layer) for `generate`, whatever `num_loops` it is called with."""
@@ -430,18 +454,3 @@ class LoopedGenerationMixin(RoomyGenerationMixin):
                 f"{sorted(kinds)}. Leave cache_implementation out to use the default cache."
             )
         super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching, whose paged cache has one slot per physical layer.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} needs one cache slot per (loop, layer), which continuous batching does not offer. "
-            "Use generate() with a padded batch."
-        )
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching; see [`init_continuous_batching`]."""
-        self.init_continuous_batching()

@@ -19,7 +19,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
 from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, TokenEnergies
 from loopergy.modeling.folded_step import FoldedSteps
 from loopergy.modeling.learned_positions import WindowedGenerationMixin, check_positions
-from loopergy.modeling.looped_cache import with_growing_layers
+from loopergy.modeling.looped_cache import check_not_packed, with_growing_layers
 from loopergy.modeling.looped_inputs import Documents, default_positions, find_documents
 from loopergy.modeling.sequence_classification import LastTokenClassification
 from loopergy.modeling.token_energies import EnergyAttention, FeedForwardEnergy, Neighbours
@@ -349,11 +349,7 @@ def _open_cache(
     """
     if cache is None:
         return with_growing_layers(DynamicCache(config=_view(config, steps))) if use_cache and not packed else None
-    if packed:
-        raise ValueError(
-            "The rows hold several packed documents (position_ids restart, or cu_seq_lens_q or seq_idx were given), "
-            "which a cache cannot continue. Pass one document per row, or leave the cache out."
-        )
+    check_not_packed(packed)
     if torch.compiler.is_compiling() or getattr(cache, "layer_class_to_replicate", None) is not None:
         return cache
     slots = len(cache.layers)
@@ -474,21 +470,6 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, WindowedGenerationMixin, Generation
     def _get_static_cache_init_shape(self) -> None:
         """Let a static cache take its shapes from the first vectors: there are no values to make room for."""
         return None
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching, whose paged cache wants keys and values of one size.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} keeps one vector per token and step and no values, which the paged cache of "
-            "continuous batching does not hold. Use generate() with a padded batch."
-        )
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching; see [`init_continuous_batching`]."""
-        self.init_continuous_batching()
 
 
 class NRGPTForSequenceClassification(LastTokenClassification, NRGPTPreTrainedModel):

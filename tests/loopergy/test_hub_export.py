@@ -150,3 +150,12 @@ def test_push_refuses_what_would_not_load(exported, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks looped_cache\.py, model\.safetensors"):
         push(folder, "user/name")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path):
+    MODELS["ouro"]().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{ half")
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(Exception, match=r"line 1|expected|key must be"):
+        export(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

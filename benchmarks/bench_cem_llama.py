@@ -28,8 +28,7 @@ from loopergy import CEMLlamaConfig, CEMLlamaForCausalLM
 from loopergy.modeling.causal_energies import DiagonalPart, interaction_force
 from loopergy.modeling.looped_cache import with_growing_layers
 
-SIZES = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 8, "max_position_embeddings": 65536}
+SIZES = {"vocab_size": 4096, "max_position_embeddings": 65536}
 VARIANTS = {
     "T=1, no diagonal": {"cem_diag": "none"},
     "T=1, shared diagonal": {"cem_diag": "shared"},
@@ -81,10 +80,16 @@ def in_turn(runs: dict[str, Callable[[], None]], repeats: int, base: str) -> dic
     }
 
 
-def measure_pass(variants: list[str], length: int, training: bool, attention: str, repeats: int) -> dict:
+def shape(width: int, layers: int) -> dict[str, int]:
+    """Return the fields of a model with heads of 64 and an MLP three times as wide."""
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": width // 64}
+    return SIZES | sizes | {"num_hidden_layers": layers}
+
+
+def measure_pass(sizes: dict, variants: list[str], length: int, training: bool, attention: str, repeats: int) -> dict:
     """Time a training step (forward and backward) or a prefill of one row."""
-    ids = torch.randint(3, SIZES["vocab_size"], (1, length))
-    models = {name: build(name, attention, SIZES).train(training) for name in ("llama", *variants)}
+    ids = torch.randint(3, sizes["vocab_size"], (1, length))
+    models = {name: build(name, attention, sizes).train(training) for name in ("llama", *variants)}
 
     def run(model: torch.nn.Module) -> None:
         if training:
@@ -96,14 +101,14 @@ def measure_pass(variants: list[str], length: int, training: bool, attention: st
 
     rows = in_turn({name: lambda model=model: run(model) for name, model in models.items()}, repeats, "llama")
     for name, row in rows.items():
-        row["flop_ratio"] = flops_per_token(name, length, SIZES) / flops_per_token("llama", length, SIZES)
+        row["flop_ratio"] = flops_per_token(name, length, sizes) / flops_per_token("llama", length, sizes)
     return rows
 
 
 @torch.inference_mode()
 def measure_decoding(context: int, repeats: int, steps: int) -> dict:
     """Time one token at a context length, for two kinds of cache."""
-    sizes = SIZES | {"vocab_size": 50257, "num_hidden_layers": 10}
+    sizes = shape(512, 10) | {"vocab_size": 50257}
     models = {
         name: build(name, "sdpa", sizes).eval() for name in ("llama", "T=1, no diagonal", "T=1, shared diagonal")
     }
@@ -166,8 +171,11 @@ def measure_diagonal(length: int, training: bool, repeats: int) -> dict:
 def main() -> None:
     """Run the measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--width", type=int, default=512, help="hidden size of training and prefill")
+    parser.add_argument("--layers", type=int, default=2, help="layers of training and prefill")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048], help="of training and prefill")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[2048, 8192], help="of decoding")
+    parser.add_argument("--diagonals", type=int, nargs="*", default=[128, 512, 2048], help="lengths of the last table")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="tokens per repeat of decoding")
     parser.add_argument("--attention", default="sdpa", help="attention implementation of both models")
@@ -175,14 +183,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    results: dict = {"sizes": SIZES, "attention": options.attention, "pass": {}, "decoding": {}, "diagonal": {}}
+    sizes = shape(options.width, options.layers)
+    results: dict = {"sizes": sizes, "attention": options.attention, "pass": {}, "decoding": {}, "diagonal": {}}
     print("| pass | length | model | ms | time / Llama's | FLOPs / Llama's |")
     print("|---|---|---|---|---|---|")
     for length in options.lengths:
         for what in ("training", "prefill"):
             # Per-head diagonals cost H times as much; the shortest length shows it.
             variants = [name for name in VARIANTS if "per-head" not in name or length == min(options.lengths)]
-            rows = measure_pass(variants, length, what == "training", options.attention, options.repeats)
+            rows = measure_pass(sizes, variants, length, what == "training", options.attention, options.repeats)
             results["pass"][f"{what} {length}"] = rows
             for name, row in rows.items():
                 ratios = f"{row['ratio']:.2f} | {row['flop_ratio']:.2f}"
@@ -196,7 +205,7 @@ def main() -> None:
             print(f"| {context} | {name} | {row['ms']:.1f} | {faster} |", flush=True)
     print("\n| diagonal, length | form | ms | time / chunks' |")
     print("|---|---|---|---|")
-    for length in (128, 512, 2048):
+    for length in options.diagonals:
         for what in ("training", "forward"):
             rows = measure_diagonal(length, what == "training", 3)
             results["diagonal"][f"{what} {length}"] = rows

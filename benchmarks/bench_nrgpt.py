@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from transformers import CompileConfig
 
 from loopergy import GPTBaselineConfig, GPTBaselineForCausalLM, NRGPTConfig, NRGPTForCausalLM, nrgpt_to_official
 
@@ -117,19 +118,23 @@ def interleaved(first, second, rounds: int) -> tuple[float, float, float]:
     return medians[0], medians[1], statistics.median(slow / fast for fast, slow in pairs)
 
 
-def bench_generation(rounds: int) -> dict:
+def bench_generation(rounds: int, compiled: bool) -> dict:
     model = build(SMALL).eval()
     peer = Peer(model)
     ids = torch.randint(65, (1, 16))
     new = LENGTH
-    kwargs = {"max_new_tokens": new, "do_sample": False}
+    kwargs: dict = {"max_new_tokens": new, "do_sample": False}
+    if compiled:
+        settings = CompileConfig(fullgraph=True, dynamic=False)
+        settings._compile_all_devices = True  # transformers compiles on accelerators alone unless told so
+        kwargs |= {"cache_implementation": "static", "compile_config": settings}
     with torch.no_grad():
         same = bool(model.generate(ids, **kwargs).equal(peer.generate(ids, new)))
         ours, theirs, ratio = interleaved(
             lambda: model.generate(ids, **kwargs), lambda: peer.generate(ids, new), rounds
         )
     return {
-        "what": f"generate {new} tokens, D 128",
+        "what": f"generate {new} tokens, D 128{', static cache, compiled' if compiled else ''}",
         "unit": "tokens/s",
         "ours": new / ours,
         "peer": new / theirs,
@@ -214,7 +219,8 @@ def main() -> None:
         peak(arguments.peak, arguments.batch)
         return
     rows = [
-        bench_generation(3),
+        bench_generation(3, compiled=False),
+        bench_generation(3, compiled=True),
         bench_training(SMALL, arguments.batch, arguments.rounds),
         bench_training(WIDE, arguments.batch, arguments.rounds),
         bench_peak(arguments.batch),

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
+from loopergy.configuration.adapter_targets import AdapterTargets
+
 logger = logging.get_logger(__name__)
 
 _S512 = {"vocab_size": 50257, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
@@ -44,7 +46,7 @@ _CHOICES = {
 
 
 @strict
-class CEMLlamaConfig(PreTrainedConfig):
+class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
     r"""Describe a CEM-Llama by Llama's keys and the `cem_*` fields. Default sizes are those of `"cem-s768"`.
 
     Each CEM sub-layer starts at its normed input u and takes T steps \(x \leftarrow x - \eta P \nabla\varepsilon(x)\)
@@ -98,6 +100,9 @@ class CEMLlamaConfig(PreTrainedConfig):
     """
 
     model_type = "cem_llama"
+    # The keys are also the values, and the way down is the way up, unless they are untied.
+    adapter_targets = ["q_proj", "k_proj", "v_proj"]
+    rescaling_targets = ["k_proj", "v_proj", "up_proj", "down_proj"]
     keys_to_ignore_at_inference = ["cache", "energies"]
 
     vocab_size: int = 50257

@@ -10,6 +10,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
+from loopergy.configuration.adapter_targets import AdapterTargets
+
 RECURRENCES = ("none", "sequential", "parallel")
 
 GPT_BASELINE_PRESETS: dict[str, dict[str, Any]] = {
@@ -46,7 +48,7 @@ GPT_BASELINE_PRESETS: dict[str, dict[str, Any]] = {
 
 
 @strict
-class GPTBaselineConfig(PreTrainedConfig):
+class GPTBaselineConfig(AdapterTargets, PreTrainedConfig):
     """Describe one of NRGPT's baselines. Defaults are the OpenWebText size, with one block.
 
     Args:
@@ -69,6 +71,8 @@ class GPTBaselineConfig(PreTrainedConfig):
     """
 
     model_type = "gpt_baseline"
+    rescaling_targets = ["k_proj", "v_proj", "fc2"]
+    rescaling_inputs = ["fc2"]
     keys_to_ignore_at_inference = ["cache"]
 
     recurrence: str = "parallel"

@@ -7,6 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
+from loopergy.configuration.adapter_targets import AdapterTargets
 from loopergy.configuration.layer_patterns import parse_layer_mixers, parse_loop_windows
 from loopergy.configuration.linear_fields import LINEAR_MIXERS, fill_linear_fields, validate_linear
 from loopergy.configuration.looped_config import FULL, INDEXED, POOLED, RECURRENT, SLIDING, LoopedConfigMixin
@@ -72,7 +73,7 @@ LT2_PRESETS: dict[str, dict[str, Any]] = {
 
 
 @strict
-class LT2Config(LoopedConfigMixin, PreTrainedConfig):
+class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     """Describe an LT2 model: N physical layers, T loops, and the mixer of each layer.
 
     Defaults are LT2's 0.6B Full+GDN hybrid. Fields that belong to one mixer start with its name.
@@ -150,6 +151,9 @@ class LT2Config(LoopedConfigMixin, PreTrainedConfig):
     """
 
     model_type = "lt2"
+    # What plays the parts of queries and values: of `hgrn2` i_proj, of `dsa` kv_proj, of `mamba2` in_proj.
+    adapter_targets = ["q_proj", "v_proj", "i_proj", "kv_proj", "in_proj"]
+    rescaling_targets = ["k_proj", "v_proj", "i_proj", "kv_proj", "in_proj", "down_proj"]
     keys_to_ignore_at_inference = ["cache", "loop_hidden_states", "loop_logits", "exit_pdf", "indexer_divergence"]
     base_model_tp_plan = {
         "layers.*.mlp.gate_proj": "colwise",

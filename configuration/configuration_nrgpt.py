@@ -6,10 +6,13 @@ Paper: NRGPT, arXiv 2512.16762. Code whose numbers are matched: github.com/bhoov
 
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 from transformers.utils.type_validators import interval
+
+from loopergy.configuration.adapter_targets import AdapterTargets
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +59,7 @@ NRGPT_PRESETS: dict[str, dict[str, Any]] = {
 
 
 @strict
-class NRGPTConfig(PreTrainedConfig):
+class NRGPTConfig(AdapterTargets, PreTrainedConfig):
     r"""Describe an NRGPT. Defaults are those of the official code at the size of its 90M model.
 
     With g the normed state, a step is \(x \leftarrow x - \eta\,(\nabla E_{AT}(g) + s\,\nabla E_{FF}(g))\).
@@ -98,6 +101,10 @@ class NRGPTConfig(PreTrainedConfig):
     """
 
     model_type = "nrgpt"
+    # The one block has one matrix for queries, keys and values.
+    adapter_targets = ["k_proj", "fc1", "fc2"]
+    rescaling_targets = ["k_proj", "fc1"]
+    rescaling_inputs = []
     attribute_map = {"num_steps": "num_hidden_layers"}
     keys_to_ignore_at_inference = ["cache", "energies"]
 
@@ -185,7 +192,7 @@ def resolve_num_steps(config: Any, num_steps: int | None) -> int:
             f"num_steps={num_steps!r}: the number of steps must be a whole number of at least 1; leave it out to use "
             f"the config's {config.num_hidden_layers}."
         )
-    if num_steps > config.num_hidden_layers:
+    if num_steps > config.num_hidden_layers and not torch.compiler.is_compiling():
         logger.warning_once(
             f"num_steps={num_steps} is more than the {config.num_hidden_layers} of the config. The energy may go on "
             "falling, but a head trained on the state after fewer steps usually predicts worse from later ones."

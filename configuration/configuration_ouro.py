@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
+from loopergy.configuration.adapter_targets import AdapterTargets
 from loopergy.configuration.looped_config import FULL, LoopedConfigMixin
 
 logger = logging.get_logger(__name__)
@@ -58,7 +59,7 @@ def repair_special_tokens(holder: PreTrainedConfig | GenerationConfig) -> bool:
 
 
 @strict
-class OuroConfig(LoopedConfigMixin, PreTrainedConfig):
+class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     """Describe an Ouro model by the keys of its published `config.json`. Defaults are those of Ouro-1.4B.
 
     Args:

@@ -9,6 +9,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
@@ -124,7 +125,7 @@ class LoopedConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):
 
 def warn_beyond_trained(num_loops: int, trained: int) -> None:
     """Warn once when a model is asked for more loops than its checkpoint says (Ouro: MMLU 67.45 at 4, 64.49 at 8)."""
-    if isinstance(num_loops, int) and num_loops > trained:
+    if isinstance(num_loops, int) and num_loops > trained and not torch.compiler.is_compiling():
         logger.warning_once(
             f"num_loops={num_loops} is more than the {trained} loops of the checkpoint: looped models usually get "
             "worse beyond the trained depth."

@@ -5,6 +5,7 @@
 from loopergy.conversion.cem_llama_maps import cem_to_llama, llama_to_cem
 from loopergy.conversion.convert import Conversion, convert, restore_layers
 from loopergy.conversion.families import parse_keep_layers, student_config
+from loopergy.conversion.hybrid_students import lt2_from_student
 from loopergy.conversion.lt2_official import lt2_from_official
 from loopergy.conversion.nrgpt_official import (
     gpt_baseline_from_official,
@@ -25,6 +26,7 @@ __all__ = [
     "gpt_baseline_to_official",
     "llama_to_cem",
     "lt2_from_official",
+    "lt2_from_student",
     "nrgpt_from_official",
     "nrgpt_to_official",
     "parse_keep_layers",

@@ -8,7 +8,8 @@ from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from loopergy.conversion.cem_llama_maps import cem_to_llama, llama_to_cem
 from loopergy.conversion.folders import check_new_folder, new_folder, saved_tokenizer
-from loopergy.conversion.lt2_official import lt2_from_official
+from loopergy.conversion.hybrid_students import is_hybrid_student, lt2_from_student
+from loopergy.conversion.lt2_official import is_official_lt2, lt2_from_official
 from loopergy.conversion.nrgpt_official import nrgpt_from_official
 from loopergy.conversion.weight_maps import ConversionError
 from loopergy.modeling.modeling_cem_llama import CEMLlamaForCausalLM
@@ -18,8 +19,13 @@ EXACT_FORMATS = {
     "llama": "cem_llama",
     "cem_llama": "llama",
     "nrgpt": "a .pt file of the official NRGPT code",
-    "lt2": "a consolidated checkpoint of the official LT2 code",
+    "lt2": "a consolidated checkpoint of the official LT2 code, or a student of the hybrid-distillation code",
 }
+
+
+def is_lt2_elsewhere(source: str | Path) -> bool:
+    """Say whether a file, folder or Hub id holds an LT2 model in a format of other code."""
+    return is_official_lt2(source) or is_hybrid_student(source)
 
 
 def convert_format(
@@ -28,12 +34,12 @@ def convert_format(
     """Convert a checkpoint to another format without changing what it computes, and write it as a folder.
 
     Args:
-        source: folder or Hub id; for `"nrgpt"` a file, and for `"lt2"` a consolidated folder, of the official code.
+        source: folder or Hub id; for `"nrgpt"` a file of the official code.
         target (`str`): `"llama"` (from CEM-Llama), `"cem_llama"` (from a Llama with tied weights), `"nrgpt"` or
-            `"lt2"`.
+            `"lt2"` (from a consolidated folder of the official code, or a student of the hybrid-distillation code).
         folder: where to write, with the tokenizer if there is one; it appears whole or not at all.
         overwrite (`bool`): replace a folder that holds something.
-        **options: of [`llama_to_cem`], [`nrgpt_from_official`] or [`lt2_from_official`].
+        **options: of [`llama_to_cem`], [`nrgpt_from_official`], [`lt2_from_official`] or [`lt2_from_student`].
 
     Returns:
         the converted model.
@@ -47,6 +53,9 @@ def convert_format(
     tokenizer = None
     if target == "nrgpt":
         model: PreTrainedModel = nrgpt_from_official(source, **options)
+    elif target == "lt2" and is_hybrid_student(source):
+        model = lt2_from_student(source, **options)
+        tokenizer = saved_tokenizer(source)
     elif target == "lt2":
         model = lt2_from_official(source, **options)
     else:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -261,10 +262,20 @@ class AlignTrainer(StageTrainer):
         if args.fsdp:
             raise ValueError(
                 "Stage 1 takes gradients mixer by mixer, which sharded parameters do not allow, and needs little "
-                "memory: use plain data parallelism (recipes/accelerate/ddp.yaml)."
+                "memory: leave `fsdp` out. (Launched with FSDP it trains whole of its own accord.)"
             )
         weights = args.loop_weights
         return AlignModule(student, teacher, target=args.target, form=args.form, loop_weights=weights)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Train unsharded even if the launcher asks for FSDP: gradients are taken mixer by mixer."""
+        with patch_environment(accelerate_use_fsdp="false"):
+            super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "Stage 1 takes gradients mixer by mixer, which DeepSpeed does not allow. Run `loopergy align` with "
+                "plain data parallelism (recipes/accelerate/ddp.yaml) first; `loopergy run` goes on from there."
+            )
 
 
 @torch.no_grad()

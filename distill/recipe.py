@@ -2,7 +2,8 @@
 """All stages from one YAML file: convert, align, select, distill, extend, each into a folder of its own.
 
 A recipe that is run again skips the stages whose folder has a `stage.json`, and resumes the one that was interrupted
-from its last checkpoint. So the same command starts, continues and finishes a run.
+from its last checkpoint. So the same command starts, continues and finishes a run. On many processes
+(`accelerate launch`) the stages share out the rows; conversion, selection and evaluation are done by every process.
 
 ```yaml
 teacher: ByteDance/Ouro-1.4B
@@ -31,12 +32,12 @@ from transformers.utils import CONFIG_NAME
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion import convert
-from loopergy.conversion.folders import new_folder
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
 from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
+from loopergy.distill.processes import join_processes, shared_folder, whole
 from loopergy.distill.report import HeldOut, Report, evaluate_heldout, loss_curve
 from loopergy.distill.select import Selection, select_layers
 from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord, StageTrainer
@@ -165,7 +166,8 @@ class RecipeRun:
         output_dir (`str` or `Path`): Where.
         teacher (`PreTrainedModel`, *optional*): In memory, instead of the recipe's.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): In memory, instead of the recipe's.
-        on_stage (callable, *optional*): Called with the name and the record of every stage that is done.
+        on_stage (callable, *optional*): Called with the name and the record of every stage that is done, by the main
+            process.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class RecipeRun:
         on_stage: Callable[[str, StageRecord], None] = lambda name, record: None,
     ):
         self.recipe, self.folder, self.on_stage = recipe, Path(output_dir), on_stage
+        self.processes = join_processes()
         self.teacher = resolve_teacher(teacher if teacher is not None else recipe.teacher, dtype=recipe.dtype)
         self.tokenizer = tokenizer or resolve_tokenizer(recipe.tokenizer or recipe.teacher)
         evaluate = EvaluateSettings(**recipe.evaluate)
@@ -200,13 +203,22 @@ class RecipeRun:
             if settings is None:
                 continue
             record = self._finished(name, settings)
+            # None begins a stage before all have seen what is done.
+            self.processes.wait_for_everyone()
             if record is None:
                 record = getattr(self, f"_{name}")(settings)
+            if self.is_main:
                 shutil.rmtree(self.folder / "checkpoints" / name, ignore_errors=True)
-            self.on_stage(name, record)
+                self.on_stage(name, record)
         report = self.report()
-        report.save(self.folder)
+        if self.is_main:
+            report.save(self.folder)
         return report
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return self.processes.is_main_process
 
     def student_folder(self) -> Path:
         """Return the folder of the last stage with weights that is done."""
@@ -238,11 +250,12 @@ class RecipeRun:
         conversion = convert(self.teacher, **options)
         metrics = self._metrics(settings, began, conversion.model)
         record = StageRecord.of("convert", conversion.model.config, metrics=metrics)
-        with new_folder(self.folder / "convert", overwrite=True) as unfinished:
-            conversion.model.save_pretrained(unfinished)
-            self.tokenizer.save_pretrained(unfinished)
-            conversion.report.to_json(unfinished / REPORT_FILE)
-            record.save(unfinished)
+        with shared_folder(self.folder / "convert") as unfinished:
+            if unfinished is not None:
+                conversion.model.save_pretrained(unfinished)
+                self.tokenizer.save_pretrained(unfinished)
+                conversion.report.to_json(unfinished / REPORT_FILE)
+                record.save(unfinished)
         return record
 
     def _align(self, settings: dict[str, Any]) -> StageRecord:
@@ -262,14 +275,21 @@ class RecipeRun:
             seed=self.recipe.seed + 1,
         )
         selection = select_layers(
-            student, self.teacher, batches, chosen.keep, strategy=chosen.strategy, budget_tokens=chosen.budget_tokens
+            student,
+            self.teacher,
+            batches,
+            chosen.keep,
+            strategy=chosen.strategy,
+            budget_tokens=chosen.budget_tokens,
+            progress=self.is_main,
         )
         selected, record = prepare_student(student, self.teacher, selection.kept_layers)
         record.metrics.update(self._metrics(settings, began, selected))
         record.tokens_seen = selection.tokens
-        with new_folder(self.folder / "select", overwrite=True) as unfinished:
-            selection.to_json(unfinished / "selection.json")
-            record.save(unfinished)
+        with shared_folder(self.folder / "select") as unfinished:
+            if unfinished is not None:
+                selection.to_json(unfinished / "selection.json")
+                record.save(unfinished)
         return record
 
     def _distill(self, settings: dict[str, Any]) -> StageRecord:
@@ -307,7 +327,7 @@ class RecipeRun:
             student, teacher, args, data, processing_class=self.tokenizer, previous=previous
         )
         trainer.train_or_resume()
-        record = trainer.save_stage(self.folder / name, self._metrics(settings, began, student))
+        record = trainer.save_stage(self.folder / name, self._metrics(settings, began, whole(student)))
         # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
         trainer.accelerator.free_memory()
         del trainer
@@ -325,6 +345,7 @@ class RecipeRun:
                 "layers": config.num_hidden_layers,
                 "loops": num_loops(self.teacher),
             },
+            data=self.recipe.data,
         )
         adjectives = {"convert": "converted", "align": "aligned", "distill": "distilled", "extend": "extended"}
         for name in STAGES:

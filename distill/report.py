@@ -182,6 +182,7 @@ class Report:
         heldout_kl (`dict`): Stage to KL in nats a token.
         heldout_perplexity (`dict`): Stage, or `"teacher"`, to perplexity.
         heldout_tokens (`int`, defaults to 0): Tokens both were measured on.
+        data (`str`): Source of the text, trained on and held out, as a recipe names it.
         selection (`Selection`, *optional*): Scores and kept layers.
         losses (`dict`): Stage to (tokens, loss) points.
         stages (`list[dict]`): Rows of name, tokens, seconds, note.
@@ -199,6 +200,7 @@ class Report:
     heldout_kl: dict[str, float] = field(default_factory=dict)
     heldout_perplexity: dict[str, float] = field(default_factory=dict)
     heldout_tokens: int = 0
+    data: str = ""
     selection: Selection | None = None
     losses: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     stages: list[dict[str, Any]] = field(default_factory=list)

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion.folders import new_folder
 from loopergy.distill.data import LanguageModelCollator
 from loopergy.distill.losses import IGNORE, shift_targets
+from loopergy.distill.processes import check_sharding, shared_folder
 from loopergy.distill.teacher import resolve_teacher
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.weight_decay import decays
@@ -44,6 +44,7 @@ _NOT_HASHED = (
     "dtype",
     "use_cache",
     "_name_or_path",
+    "auto_map",
     "max_position_embeddings",
 )
 
@@ -216,6 +217,9 @@ class StageModule(nn.Module):
     loss_type = "ForCausalLM"
     accepts_loss_kwargs = True
 
+    # What accelerate shards as one unit.
+    _no_split_modules = LT2ForCausalLM._no_split_modules
+
     def __init__(self, student: LT2ForCausalLM, teacher: PreTrainedModel | None = None):
         super().__init__()
         self.student = student
@@ -321,6 +325,7 @@ class StageTrainer(Trainer):
             callbacks=callbacks,
         )
         self.student = student
+        check_sharding(self.accelerator, student)
         self._rows_before, self._step_before = 0, 0
         self._resumed_from: str | None = None
 
@@ -367,7 +372,9 @@ class StageTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         folder = output_dir if output_dir is not None else self.args.output_dir
         if state_dict is not None:
-            state_dict = {name.removeprefix("student."): tensor for name, tensor in state_dict.items()}
+            named = {name.removeprefix("student."): tensor for name, tensor in state_dict.items()}
+            # Gathered from shards, tied weights are no longer one tensor: write the one that the others are tied to.
+            state_dict = {name: t for name, t in named.items() if name not in self.student.all_tied_weights_keys}
         if not self.args.should_save:
             return
         self.student.save_pretrained(folder, state_dict=state_dict)
@@ -473,9 +480,11 @@ class StageTrainer(Trainer):
             `StageRecord`: What was written, and what the next stage wants as `previous`.
         """
         record = self.record(metrics)
-        with new_folder(folder, overwrite=True) as unfinished:
-            self.save_model(str(unfinished), _internal_call=True)
-            record.save(unfinished)
-            history = json.dumps(self.state.log_history, indent=1)
-            (unfinished / "log_history.json").write_text(history, encoding="utf-8")
+        with shared_folder(folder) as unfinished:
+            # All processes: sharded weights are gathered. The main one writes.
+            self.save_model(str(unfinished or folder), _internal_call=True)
+            if unfinished is not None:
+                record.save(unfinished)
+                history = json.dumps(self.state.log_history, indent=1)
+                (unfinished / "log_history.json").write_text(history, encoding="utf-8")
         return record

@@ -7,9 +7,15 @@ Conversion and distillation load on first use.
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForDecision,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -18,6 +24,7 @@ from loopergy.configuration.configuration_gpt_baselines import GPTBaselineConfig
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_nrgpt import NRGPTConfig
 from loopergy.configuration.configuration_ouro import OuroConfig
+from loopergy.hub_code import carry_code
 from loopergy.modeling.kernels.kernel_backends import kernel_backend
 from loopergy.modeling.modeling_cem_llama import (
     CEMLlamaForCausalLM,
@@ -59,7 +66,9 @@ if TYPE_CHECKING:
     from loopergy.distill.extend import ExtendConfig, ExtendTrainer
     from loopergy.distill.select import Selection, select_layers
     from loopergy.energy_trace import EnergyTrace, trace
+    from loopergy.evaluation import Evaluation, evaluate
     from loopergy.hub_export import export, push
+    from loopergy.model_card import write_card
 
 __version__ = version("loopergy")
 
@@ -70,8 +79,8 @@ FAMILIES = (
     (OuroConfig, OuroModel, OuroForCausalLM, OuroForSequenceClassification),
     (LT2Config, LT2Model, LT2ForCausalLM, LT2ForSequenceClassification),
     (CEMLlamaConfig, CEMLlamaModel, CEMLlamaForCausalLM, CEMLlamaForSequenceClassification),
-    (GPTBaselineConfig, GPTBaselineModel, GPTBaselineForCausalLM, GPTBaselineForSequenceClassification),
     (NRGPTConfig, NRGPTModel, NRGPTForCausalLM, NRGPTForSequenceClassification),
+    (GPTBaselineConfig, GPTBaselineModel, GPTBaselineForCausalLM, GPTBaselineForSequenceClassification),
 )
 
 # Public names of the rooms that load on first use, by the file that has them.
@@ -89,7 +98,9 @@ _LAZY = {
     "loopergy.distill.extend": ("ExtendConfig", "ExtendTrainer"),
     "loopergy.distill.select": ("Selection", "select_layers"),
     "loopergy.energy_trace": ("EnergyTrace", "trace"),
+    "loopergy.evaluation": ("Evaluation", "evaluate"),
     "loopergy.hub_export": ("export", "push"),
+    "loopergy.model_card": ("write_card",),
 }
 _FILE_OF = {name: file for file, names in _LAZY.items() for name in names}
 
@@ -106,6 +117,7 @@ __all__ = [
     "DistillConfig",
     "DistillTrainer",
     "EnergyTrace",
+    "Evaluation",
     "ExtendConfig",
     "ExtendTrainer",
     "GPTBaselineConfig",
@@ -131,6 +143,7 @@ __all__ = [
     "Selection",
     "__version__",
     "convert",
+    "evaluate",
     "export",
     "gpt_baseline_from_official",
     "gpt_baseline_to_official",
@@ -142,6 +155,7 @@ __all__ = [
     "restore_layers",
     "select_layers",
     "trace",
+    "write_card",
 ]
 
 
@@ -160,9 +174,23 @@ def register() -> None:
                 f"loopergy's {config.__name__} takes its place in this process."
             )
         AutoConfig.register(config.model_type, config, exist_ok=True)
-        AutoModel.register(config, base, exist_ok=True)
-        AutoModelForCausalLM.register(config, causal, exist_ok=True)
-        AutoModelForSequenceClassification.register(config, classifier, exist_ok=True)
+        heads = {
+            AutoModel: base,
+            AutoModelForCausalLM: causal,
+            # `transformers serve` asks this class alone for models that are not its own.
+            AutoModelForDecision: causal,
+            AutoModelForSequenceClassification: classifier,
+        }
+        for auto, model in heads.items():
+            auto.register(config, model, exist_ok=True)
+        carry_code({"AutoConfig": config, **{auto.__name__: model for auto, model in heads.items()}}, _push_to_hub)
+
+
+def _push_to_hub(self: Any, repo_id: str, **options: Any) -> Any:
+    """Publish the model with its code in one commit; the options are those of `PreTrainedModel.push_to_hub`."""
+    from loopergy.hub_export import push_model
+
+    return push_model(self, repo_id, **options)
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 import typer
 
 import loopergy
+from loopergy.cli_evaluation import card, evaluate
 from loopergy.cli_options import Fields, Settings, example, print_fields, settings
+from loopergy.cli_recipes import recipes
 from loopergy.cli_tasks import task_app
 
 app = typer.Typer(
@@ -85,17 +87,16 @@ def convert(
 ) -> None:
     """Turn an Ouro or Llama-shaped model into a hybrid, and report where each tensor came from.
 
-    With --to, or given a consolidated folder of the official LT2 code, rewrite a checkpoint in a format that computes
-    the same.
+    With --to, or given an LT2 in the format of other code (a consolidated folder of the official one, a
+    StudentForCausalLM of hybrid-distillation), rewrite a checkpoint in a format that computes the same.
     """
-    from loopergy.conversion.exact_formats import convert_format
+    from loopergy.conversion.exact_formats import convert_format, is_lt2_elsewhere
     from loopergy.conversion.folders import check_new_folder
-    from loopergy.conversion.lt2_official import is_official_lt2
 
-    official = to == "lt2" and is_official_lt2(teacher)
-    if official and keep_layers is not None:
+    ready = to == "lt2" and is_lt2_elsewhere(teacher)
+    if ready and keep_layers is not None:
         raise ValueError(f"{teacher} is an LT2 already: it is rewritten as it is, without --keep-layers")
-    if to != "lt2" or official:
+    if to != "lt2" or ready:
         convert_format(teacher, to, output, overwrite=overwrite, **settings(option))
         typer.echo(f"written to {output}")
         return
@@ -145,10 +146,11 @@ def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str,
     """
     from loopergy.distill.recipe import STAGES, Recipe
     from loopergy.distill.stage import StageRecord
+    from loopergy.recipes import find_recipe
 
     if recipe is None and not flags["teacher"]:
         raise ValueError("no teacher: give --teacher NAME, or --recipe FILE with a `teacher`")
-    whole = Recipe(teacher="") if recipe is None else Recipe.from_yaml(recipe)
+    whole = Recipe(teacher="") if recipe is None else Recipe.from_yaml(find_recipe(recipe))
     changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     changes[stage] = {**(getattr(whole, stage) or {}), **pairs}
     position = STAGES.index(stage)
@@ -177,8 +179,14 @@ def run_stage(
     if fields:
         show_fields(stage)
         return
-    RecipeRun(stage_recipe(stage, folder, recipe, flags, settings(pairs)), folder, on_stage=show_stage).run()
-    typer.echo(f"report: {folder / 'report.html'}")
+    run_and_report(RecipeRun(stage_recipe(stage, folder, recipe, flags, settings(pairs)), folder, on_stage=show_stage))
+
+
+def run_and_report(job: Any) -> None:
+    """Run a recipe; one process of those that run it says where the report is."""
+    job.run()
+    if job.is_main:
+        typer.echo(f"report: {job.folder / 'report.html'}")
 
 
 def show_stage(name: str, record: Any) -> None:
@@ -252,14 +260,15 @@ def extend(
 
 @app.command(epilog=example("loopergy run recipes/smollm2-135m.yaml -o runs/smollm2 --set align.target_tokens=4096"))
 def run(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, or the name of one that `loopergy recipes` lists.")],
     output: RunFolder,
     option: Settings = None,
 ) -> None:
     """Run all stages of a recipe; what is done is skipped, what was interrupted goes on."""
     from loopergy.distill.recipe import Recipe, RecipeRun
+    from loopergy.recipes import find_recipe
 
-    values = vars(Recipe.from_yaml(recipe))
+    values = vars(Recipe.from_yaml(find_recipe(recipe)))
     for key, value in settings(option).items():
         part, dot, name = key.partition(".")
         if not dot:
@@ -268,8 +277,10 @@ def run(
             values[part] = {**(values.get(part) or {}), name: value}
         else:
             raise ValueError(f"--set {key}: the recipe's {part!r} has no parts; give --set {part}=...")
-    RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=show_stage).run()
-    typer.echo(f"report: {output / 'report.html'}")
+    run_and_report(RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=show_stage))
+
+
+app.command(epilog=example("loopergy recipes accelerate/ddp"))(recipes)
 
 
 @app.command(epilog=example('loopergy generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" --num-loops 2'))
@@ -279,6 +290,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 256,
     num_loops: Annotated[int | None, typer.Option(min=1, help="Loops to run; the model's own by default.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; do not apply the chat template.")] = False,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--no-thinking", help="The chat template's switch, where it has one.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy by default.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Dtype = None,
@@ -297,8 +311,9 @@ def generate(
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
         turns = [{"role": "user", "content": prompt}]
+        switch = {} if thinking is None else {"enable_thinking": thinking}
         inputs = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True, **switch
         )
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     began = time.perf_counter()
@@ -318,7 +333,10 @@ def info(
     model: Annotated[
         str | None, typer.Argument(help="Folder, Hub id, config.json or preset. Without it: this installation.")
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Cached tokens per sequence.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cached tokens per sequence; 4096 by default, or what the model can hold."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="Type of weights and cache; the config's by default.")] = None,
 ) -> None:
@@ -359,6 +377,10 @@ def trace(
         result.plot(plot)
 
 
+app.command("eval", epilog=example("loopergy eval runs/smollm2/distill --tasks arc_easy,mmlu --limit 100"))(evaluate)
+app.command(epilog=example("loopergy card smollm2-hybrid --license apache-2.0"))(card)
+
+
 @app.command(epilog=example("loopergy export runs/smollm2/distill -o smollm2-hybrid"))
 def export(
     model: Annotated[str, typer.Argument(help="Folder (a Trainer's checkpoint too) or Hub id.")],
@@ -382,6 +404,23 @@ def push(
     from loopergy.hub_export import push as publish
 
     typer.echo(publish(folder, repo_id, private=private, revision=revision))
+
+
+@app.command(
+    epilog=example("loopergy serve ByteDance/Ouro-1.4B-Thinking --port 8000"),
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+) -> None:
+    """Answer chats over HTTP: `transformers serve` with loopergy's models, and with all of its options.
+
+    `transformers serve --help` lists them; `transformers chat MODEL http://localhost:8000/v1` talks to the server.
+    """
+    from transformers.cli.transformers import app as transformers_app
+
+    transformers_app(["serve", model, *context.args])
 
 
 def main() -> None:

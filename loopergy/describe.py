@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import loopergy
+from loopergy.modeling.learned_positions import WindowedGenerationMixin
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,14 @@ def named_dtype(name: str | None) -> torch.dtype | None:
 
 
 def model_cost(
-    config: Any, context: int = 4096, batch: int = 1, dtype: torch.dtype | None = None, **run: Any
+    config: Any, context: int | None = None, batch: int = 1, dtype: torch.dtype | None = None, **run: Any
 ) -> ModelCost:
     """Compute what a causal language model costs.
 
     Args:
         config: any config that `AutoModelForCausalLM.from_config` takes.
-        context (`int`): cached tokens per sequence.
+        context (`int`, *optional*): cached tokens per sequence; by default 4,096, or all but one of the positions of
+            a model that has learned fewer.
         batch (`int`): sequences.
         dtype (*optional*): type of weights and cache; the config's, or bfloat16 where it names none.
         **run: arguments of the forward, such as `num_loops`.
@@ -121,14 +123,15 @@ def model_cost(
         [`ModelCost`].
 
     Raises:
-        ValueError: if `context` or `batch` is below 1.
+        ValueError: if `context` or `batch` is below 1, or learned positions end before `context`.
     """
-    if context < 1 or batch < 1:
+    if (context is not None and context < 1) or batch < 1:
         raise ValueError(f"context={context}, batch={batch}: both must be at least 1.")
     dtype = getattr(config, "dtype", None) if dtype is None else dtype
     dtype = torch.bfloat16 if dtype is None else dtype
     with torch.device("meta"), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        context = _context(model, context)
         token = torch.zeros(batch, 1, dtype=torch.long)
         cache = model(token, use_cache=True, **run).cache
         slots = _slots(config, cache.layers, context)
@@ -143,6 +146,19 @@ def model_cost(
         dtype=dtype,
         flops=flops,
     )
+
+
+def _context(model: Any, asked: int | None) -> int:
+    """Return the context to compute for, with room for one token more in a table of positions."""
+    room = model.config.max_position_embeddings - 1 if isinstance(model, WindowedGenerationMixin) else None
+    if asked is None:
+        return 4096 if room is None else min(room, 4096)
+    if room is not None and asked > room:
+        raise ValueError(
+            f"context={asked}: the learned positions of this model end at max_position_embeddings={room + 1}, so that "
+            f"one token more can be decoded behind at most {room}."
+        )
+    return asked
 
 
 def _slots(config: Any, layers: list[Any], context: int) -> list[SlotCost]:
@@ -210,8 +226,8 @@ def describe_cost(name: str, config: Any, cost: ModelCost) -> list[tuple[str, st
         ("layers", layers),
         ("mixers", ", ".join(mixer if count == 1 else f"{mixer} x {count}" for mixer, count in runs)),
         ("trained context", f"{config.max_position_embeddings:,} tokens"),
-        ("weights", f"{_bytes(cost.weight_bytes)} in {str(cost.dtype).removeprefix('torch.')}"),
-        ("cache", f"{_bytes(cost.cache_bytes)} at {cost.context:,} tokens, batch {cost.batch}"),
+        ("weights", f"{format_bytes(cost.weight_bytes)} in {str(cost.dtype).removeprefix('torch.')}"),
+        ("cache", f"{format_bytes(cost.cache_bytes)} at {cost.context:,} tokens, batch {cost.batch}"),
         ("arithmetic", f"{cost.flops / 1e9:,.3g} GFLOP to decode one token there"),
     ]
     return rows
@@ -234,7 +250,7 @@ def slot_table(config: Any, cost: ModelCost) -> list[str]:
         each, count = slot.bytes_at(cost.context), len(passes) * len(members)
         lines.append(
             f"  {word} {_ranges(passes):<8} layers {_ranges(members):<24} {mixer:<9}"
-            f"{_bytes(each):>12} each, {_bytes(each * count)} in all{', ' if note else ''}{note}"
+            f"{format_bytes(each):>12} each, {format_bytes(each * count)} in all{', ' if note else ''}{note}"
         )
     return lines
 
@@ -250,7 +266,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
+    """Write a number of bytes in the largest unit of which there is one."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:,.2f} {unit}"

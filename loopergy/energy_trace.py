@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loopergy.modeling.descent_guarantee import DescentConditions, descent_conditions
+from loopergy.modeling.descent_guarantee import Condition, DescentConditions, descent_conditions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,6 +66,19 @@ class EnergyTrace:
     def to_json(self, path: str | Path) -> None:
         """Write [`to_dict`] to a file."""
         Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "EnergyTrace":
+        """Read what [`to_json`] wrote."""
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        change, known = values["state_change"], values["conditions"]
+        conditions = known and DescentConditions([Condition(**one) for one in known["conditions"]], known["notes"])
+        return cls(
+            {part: torch.tensor(values[part]["energies"]) for part in PARTS if part in values},
+            values["tokens"],
+            None if change is None else torch.tensor(change),
+            conditions,
+        )
 
     def __str__(self) -> str:
         """Tabulate mean energy before the first and after the last step, and the share of tokens that rise."""

@@ -2,28 +2,24 @@
 """Write a model as one folder that loads where loopergy is not installed, and publish such a folder.
 
 The folder holds weights, config, tokenizer, a card, and the code: the modeling file, and every file of ours that it
-imports, side by side. transformers loads it with `trust_remote_code=True`; where loopergy has been imported its own
-classes are used instead.
+imports, side by side (see `hub_code.py`). transformers loads it with `trust_remote_code=True`; where loopergy has been
+imported its own classes are used instead.
 """
 
-import ast
 import json
 import re
 import shutil
-import sys
-from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from loopergy.conversion.folders import new_folder, saved_tokenizer
+from loopergy.hub_code import code_of
 
-_PACKAGE = "loopergy."
-# What may stand beside the weights of a checkpoint and is worth sharing.
-_KEPT_FILES = ("conversion_report.json", "report.html", "report.json", "selection.json")
+logger = logging.get_logger(__name__)
 
 
 def export(
@@ -54,22 +50,32 @@ def export(
         raise ValueError(
             f"dtype={dtype!r} is for loading; a model in memory is written as it is: model.to(...) first."
         )
-    code = _code_of(model)
+    _check_exportable(model)
     with new_folder(folder, overwrite=overwrite) as place:
         model.save_pretrained(place)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
-        for name, text in code.items():
-            (place / f"{name}.py").write_text(text, encoding="utf-8")
-        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        config["auto_map"] = _auto_map(model)
-        (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for name in _KEPT_FILES:
-            if source is not None and (Path(source) / name).is_file():
-                shutil.copy(Path(source) / name, place / name)
-        if not (place / "README.md").exists():
-            (place / "README.md").write_text(_card(model, tokenizer), encoding="utf-8")
+        _add_card(place, source, Path(folder).name)
     return Path(folder)
+
+
+def _add_card(place: Path, source: str | None, name: str) -> None:
+    """Copy what belongs to the model, and write its card from that; a card that was edited by hand is kept."""
+    from loopergy.card_facts import kept_files
+    from loopergy.model_card import CARD_FILE, is_edited, write_card
+
+    beside = Path(source) if source is not None and Path(source).is_dir() else None
+    if beside is not None:
+        for path, file in {**kept_files(beside), CARD_FILE: beside / CARD_FILE}.items():
+            if file.is_file():
+                (place / path).parent.mkdir(exist_ok=True)
+                shutil.copy(file, place / path)
+    if is_edited(place / CARD_FILE):
+        logger.warning(
+            f"{CARD_FILE} of {source} was edited by hand and is kept; a new one: loopergy card FOLDER --overwrite"
+        )
+    else:
+        write_card(place, name=name, base_model=None if beside is not None else source)
 
 
 def push(folder: str | Path, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> str:
@@ -79,7 +85,7 @@ def push(folder: str | Path, repo_id: str, *, private: bool | None = None, revis
         folder: what [`export`] wrote.
         repo_id (`str`): `"user/name"`; made if it does not exist.
         private (`bool`, *optional*): for a new repository.
-        revision (`str`, *optional*): branch to commit to.
+        revision (`str`, *optional*): branch to commit to; made if it does not exist.
 
     Returns:
         `str`: the commit's address.
@@ -87,21 +93,78 @@ def push(folder: str | Path, repo_id: str, *, private: bool | None = None, revis
     Raises:
         ValueError: if the folder is no export, or lacks a shard of its weights.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
     place = Path(folder)
     check_export(place)
-    files = sorted(file for file in place.rglob("*") if file.is_file())
-    api = HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
+    message = f"Upload {place.resolve().name}"
+    return _commit(place, repo_id, private=private, revision=revision, commit_message=message).commit_url
+
+
+def push_model(
+    model: Any,
+    repo_id: str,
+    *,
+    commit_message: str = "Upload model",
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    max_shard_size: int | str = "50GB",
+    tags: list[str] | None = None,
+) -> Any:
+    """Publish a model in memory with its code in one commit; `model.push_to_hub` is this function.
+
+    It differs from the method of transformers' models in that the repository gets our card, unless it has one. The
+    tokenizer is not the model's: `tokenizer.push_to_hub(repo_id)`, or [`export`] and [`push`] for both at once.
+
+    Args:
+        model: a model of ours, or one of its heads.
+        repo_id (`str`): `"user/name"`; made if it does not exist.
+        commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as in
+            `PreTrainedModel.push_to_hub`. `tags` go into a card that is written now.
+
+    Returns:
+        `CommitInfo`: the commit; `str()` of it is its address.
+
+    Raises:
+        ValueError: as [`export`].
+    """
+    from huggingface_hub import HfApi
+
+    from loopergy.model_card import write_card
+
+    _check_exportable(model)
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if not HfApi(token=token).file_exists(repo_id, "README.md", revision=revision):
+            write_card(folder, name=repo_id.rpartition("/")[2], repo_id=repo_id, tags=tags or ())
+        return _commit(
+            folder,
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            create_pr=create_pr,
+        )
+
+
+def _commit(
+    folder: Path, repo_id: str, *, private: bool | None, revision: str | None, token: Any = None, **options: Any
+) -> Any:
+    """Make the repository, and the branch if one is named, and send all files of a folder in one commit."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
     # Not `upload_folder`, which may split a large folder over several commits.
-    commit = api.create_commit(
-        repo_id,
-        [CommitOperationAdd(file.relative_to(place).as_posix(), file) for file in files],
-        commit_message=f"Upload {place.resolve().name}",
-        revision=revision,
-    )
-    return commit.commit_url
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    operations = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in files]
+    return api.create_commit(repo_id, operations, revision=revision, **options)
 
 
 def check_export(folder: Path) -> None:
@@ -137,91 +200,17 @@ def _load(source: str, dtype: str | None) -> Any:
     return auto.from_pretrained(source, dtype=dtype or "auto")
 
 
-def _code_of(model: Any) -> dict[str, str]:
-    """Return file name to text: the modeling file and the files of ours that it imports, with flat imports."""
+def _check_exportable(model: Any) -> None:
+    """Fail unless the model's folder will hold whole weights and their code."""
     if hasattr(model, "peft_config"):
         raise ValueError(
             "The model carries an adapter: export(model.merge_and_unload(), ...), or save the adapter alone with "
             "model.save_pretrained."
         )
-    start = type(model).__module__
-    if not start.startswith(_PACKAGE):
+    code = code_of(model.config)
+    if code is None:
         raise ValueError(
-            f"{type(model).__name__} is not a model of loopergy (its code is in {start}); transformers' own models "
-            "need no export: model.save_pretrained(folder)."
+            f"{type(model).__name__} is not a model of loopergy (its code is in {type(model).__module__}); "
+            "transformers' own models need no export: model.save_pretrained(folder)."
         )
-    texts: dict[str, str] = {}
-    waiting = [start]
-    while waiting:
-        module = waiting.pop()
-        name = module.rpartition(".")[2]
-        if name in texts:
-            continue
-        spec = find_spec(module)
-        if spec is None or spec.origin is None:
-            raise ValueError(f"{module} has no source file: export needs loopergy installed from source or a wheel.")
-        texts[name], imported = _flat(Path(spec.origin).read_text(encoding="utf-8"))
-        waiting += imported
-    return texts
-
-
-def _flat(text: str) -> tuple[str, list[str]]:
-    """Rewrite `from loopergy.room.file import` to `from .file import`; return the text and the modules."""
-    lines = text.splitlines(keepends=True)
-    modules = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
-            module = str(node.module)
-            row = node.lineno - 1
-            lines[row] = lines[row].replace(f"from {module} import", f"from .{module.rpartition('.')[2]} import", 1)
-            modules.append(module)
-    return "".join(lines), modules
-
-
-def _auto_map(model: Any) -> dict[str, str]:
-    """Name config and heads of the model's family, as `file.Class`."""
-    family = type(model).__name__
-    for ending in ("ForCausalLM", "ForSequenceClassification", "Model"):
-        family = family.removesuffix(ending)
-    modeling, configuration = sys.modules[type(model).__module__], import_module(type(model.config).__module__)
-    auto = {
-        "AutoConfig": (configuration, "Config"),
-        "AutoModel": (modeling, "Model"),
-        "AutoModelForCausalLM": (modeling, "ForCausalLM"),
-        "AutoModelForSequenceClassification": (modeling, "ForSequenceClassification"),
-    }
-    return {
-        role: f"{module.__name__.rpartition('.')[2]}.{family}{ending}"
-        for role, (module, ending) in auto.items()
-        if hasattr(module, family + ending)
-    }
-
-
-def _card(model: Any, tokenizer: Any) -> str:
-    """Write the least that a card needs: what it is, and how to load it."""
-    config = model.config
-    generates = type(model).__name__.endswith("ForCausalLM")
-    chat = tokenizer is not None and getattr(tokenizer, "chat_template", None) is not None
-    prompt = '[{"role": "user", "content": "Hello"}]' if chat else '"Once upon a time"'
-    task = "text-generation" if generates else "text-classification"
-    return f"""---
-library_name: transformers
-pipeline_tag: {task}
-tags:
-- loopergy
-- {config.model_type}
----
-
-# {type(model).__name__}, {model.num_parameters():,} parameters
-
-A model of the family `{config.model_type}`, written by loopergy {version("loopergy")}.
-
-```python
-from transformers import pipeline
-
-pipe = pipeline("{task}", "PATH_OR_ID", trust_remote_code=True)
-print(pipe({prompt}))
-```
-
-With `import loopergy` first, loopergy's installed code is used and `trust_remote_code` is not needed.
-"""
+    _ = code.files  # fails for an installation without sources, which `save_pretrained` only warns of

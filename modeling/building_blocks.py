@@ -1,13 +1,15 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""The parts that all looped models share: norm, rotary table, gated MLP.
+"""The parts that all looped models share: norm, rotary table, gated MLP, and linear maps that stay exact.
 
 They compute in float32 at least and in float64 when the model is float64, which transformers' Llama parts do not.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -85,3 +87,45 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (..., hidden_size) to (..., hidden_size)."""
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ExactLinear(nn.Module):
+    r"""Map linearly as `nn.Linear` does, without being one: what looks for linear layers to change leaves it alone.
+
+    For maps to a few gates, and for choices. An error in a decay is repeated at every later token, a choice of tokens
+    has no gradient, and a low-rank change of a map to one number is larger than the map. So quantisation keeps these
+    weights as they are, whatever library does it, and `target_modules="all-linear"` puts no adapter on them; with
+    `modules_to_save` they are trained whole beside an adapter.
+
+    Args:
+        in_features, out_features (`int`): widths.
+        bias (`bool`): whether to add a bias.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias uniformly within 1 / sqrt(in_features), as `nn.Linear` does."""
+        bound = 1 / math.sqrt(self.in_features)
+        init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.uniform_(self.bias, -bound, bound)
+
+    def init_normal(self, std: float) -> None:
+        """Draw the weight as transformers draws those of linear layers, with standard deviation `std`; bias 0."""
+        init.normal_(self.weight, mean=0.0, std=std)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Show the widths when the module is printed."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

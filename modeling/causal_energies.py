@@ -266,8 +266,10 @@ def query_chunks(
             last, which reaches too far in a static cache, where the mask cuts.
         chunk (`int`): queries in a chunk.
     """
-    for start in range(0, length, chunk):
-        end = min(start + chunk, length)
+    # Counted, as a compiled program then serves all lengths of as many chunks; an exported one serves all lengths.
+    count = 1 if torch.compiler.is_exporting() else -(-length // chunk)
+    for index in range(count):
+        start, end = index * chunk, length if index + 1 == count else (index + 1) * chunk
         reach = total
         if length > 1 and (mask is None or causal):
             reach = end if mask is None else total - length + end

@@ -2,12 +2,14 @@
 """What a causal model without loops derives from its inputs once per forward, and the cache it generates with."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
+from loopergy.configuration.configuration_cem_llama import check_num_steps
+from loopergy.modeling.continuous_batching import is_paged
 from loopergy.modeling.looped_cache import RoomyGenerationMixin, check_not_packed, with_growing_layers
 from loopergy.modeling.looped_inputs import default_positions, find_documents
 
@@ -53,13 +55,17 @@ def read_causal_inputs(
     # A ready mask says all: those of `generate` come with positions that restart at padding.
     ready = attention_mask is not None and padding is None
     length = inputs_embeds.shape[1]
-    documents = find_documents(
-        inputs_embeds.shape[:2],
-        None if ready else position_ids,
-        None if padding is None else padding[:, -length:],
-        borders.get("cu_seq_lens_q"),
-        borders.get("seq_idx"),
-    )
+    documents = None
+    if is_paged(cache):
+        cache = cast(Any, PagedHalves(cache))
+    else:
+        documents = find_documents(
+            inputs_embeds.shape[:2],
+            None if ready else position_ids,
+            None if padding is None else padding[:, -length:],
+            borders.get("cu_seq_lens_q"),
+            borders.get("seq_idx"),
+        )
     if cache is not None:
         check_not_packed(documents is not None)
     if use_cache and cache is None and documents is None:
@@ -80,6 +86,23 @@ def read_causal_inputs(
     return CausalInputs(cache, position_ids, mask, causal=not ready)
 
 
+class PagedHalves:
+    """Write to a paged cache, whose halves are equally wide, the keys a second time where there is nothing else.
+
+    Args:
+        cache: the cache of continuous batching.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def update(
+        self, keys: torch.Tensor, others: torch.Tensor, slot: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and others, each [1, heads, new, dim]; return those of all requests of the batch."""
+        return self.cache.update(keys, others if others.shape[-1] else keys, slot, kwargs=kwargs)
+
+
 class UnevenGenerationMixin(RoomyGenerationMixin):
     """Prepare caches whose two halves differ in width, the second of which may be empty."""
 
@@ -90,6 +113,21 @@ class UnevenGenerationMixin(RoomyGenerationMixin):
                 "tensor, or another beside the keys. Leave cache_implementation out to use the default cache."
             )
         super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
+    def cache_config(self, model_kwargs: dict) -> Any:
+        """Return the config, which describes the cache for any number of steps of at least 1."""
+        check_num_steps(model_kwargs.get("num_steps"))
+        return self.config
+
+    def paged_obstacle(self) -> str | None:
+        """Name the second tensor beside the keys if it is of another width."""
+        config = self.config
+        if config.has_diagonal and config.num_key_value_heads * config.head_dim != config.hidden_size:
+            return (
+                "its paged cache holds two tensors of one width, and with a diagonal this model keeps keys of width "
+                f"{config.num_key_value_heads * config.head_dim} and features of width {config.hidden_size}."
+            )
+        return None
 
     def _get_static_cache_init_shape(self) -> None:
         """Leave a static cache to be sized by what is first written to it."""

@@ -24,18 +24,23 @@ class FoldedSteps:
 
     Args:
         block ([`NRGPTBlock`]): the block.
+        at_once (`bool`): fold now, for a compiled model, whose program cannot count tokens.
     """
 
-    def __init__(self, block: Any):
+    def __init__(self, block: Any, at_once: bool = False):
         self.block = block
         self.calls = 0
         self.into: tuple[torch.Tensor, torch.Tensor] | None = None
         self.out_of: tuple[torch.Tensor, torch.Tensor] | None = None
+        if at_once and not block.training and _foldable(block):
+            self._fold()
 
     def apply_to(self, hidden_states: torch.Tensor) -> bool:
         """Whether to take the steps folded; folds the weights when it is time."""
         if hidden_states.shape[1] != 1 or self.block.training or torch.is_grad_enabled():
             return False
+        if torch.compiler.is_compiling():  # a count of calls would make each of them a new program
+            return self.into is not None
         self.calls += 1
         if self.calls < FOLD_AFTER or not _foldable(self.block):
             return False
@@ -100,9 +105,10 @@ def _foldable(block: Any) -> bool:
     if block.config._attn_implementation != "sdpa" or block.scale_ff.dtype not in (torch.float32, torch.float64):
         return False
     linears = [block.attn.k_proj, *block.ff.children()]
+    linears += [block.eta] if block.config.eta_type == "full" else []
     parts = (block, block.attn, block.ff, block.eta)
     watched = any(module._forward_hooks or module._forward_pre_hooks for module in parts)
-    return all(map(is_plain, linears)) and not watched and not hasattr(block.eta, "base_layer")
+    return all(map(is_plain, linears)) and not watched
 
 
 __all__ = ["FoldedSteps"]

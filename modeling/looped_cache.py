@@ -30,10 +30,12 @@ from loopergy.configuration.looped_config import (
     INDEXED,
     POOLED,
     RECURRENT,
+    SLIDING,
     LoopedConfigMixin,
     SlotPlan,
     resolve_num_loops,
 )
+from loopergy.modeling.continuous_batching import serve
 from loopergy.modeling.kernels.block_sparse_attention import Pooling, completed_blocks, pool_blocks
 from loopergy.modeling.kernels.sparse_attention import fit
 
@@ -238,7 +240,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def _make_writable(self) -> None:
         """Replace tensors made in inference mode, which nothing outside of it may write to."""
-        if not torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             self._replace(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -422,20 +424,34 @@ class RoomyGenerationMixin(GenerationMixin):
         if type(cache) is DynamicCache and not cache.offloading:
             with_growing_layers(cache)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching, whose paged cache has one slot of keys and values per physical layer.
+    def paged_obstacle(self) -> str | None:
+        """Return why the paged cache of continuous batching cannot hold what this model keeps; `None` if it can."""
+        return None
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a manager of continuous batching, as transformers' models do; see [`generate_batch`]."""
+        return serve(self, kwargs).init_continuous_batching(*args, **kwargs)
+
+    def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a manager of continuous batching in a `with` block; see [`generate_batch`]."""
+        return serve(self, kwargs).continuous_batching_context_manager(*args, **kwargs)
+
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Generate for many prompts of unequal lengths, new ones joining as others end.
+
+        Args:
+            inputs (`list[list[int]]`): token ids of the prompts.
+            args, kwargs: those of transformers, and the number of loops or steps and the exit of this model's
+                forward, for all prompts alike.
+
+        Returns:
+            `dict[str, GenerationOutput]`: per request, in the order of the prompts; `.generated_tokens` is the text.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: if the model keeps anything else than keys and values of one width.
+            ValueError: for a number of loops or steps below 1.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be served by continuous batching: its paged cache offers one slot of "
-            "equally wide keys and values per physical layer. Use generate() with a padded batch."
-        )
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse continuous batching; see [`init_continuous_batching`]."""
-        self.init_continuous_batching()
+        return serve(self, kwargs).generate_batch(inputs, *args, **kwargs)
 
 
 class LoopedGenerationMixin(RoomyGenerationMixin):
@@ -445,6 +461,22 @@ class LoopedGenerationMixin(RoomyGenerationMixin):
         """Return the decoder view for the number of loops that will run."""
         num_loops = resolve_num_loops(self.config, model_kwargs.get("num_loops"))
         return self.config if num_loops == self.config.num_loops else self.config.decoder_view(num_loops)
+
+    def paged_obstacle(self) -> str | None:
+        """Name the slots that are no attention, windows that differ, or slots that loops share."""
+        plan = self.config.slot_plan()
+        others = sorted(set(plan.layer_types) - {FULL, SLIDING})
+        windows = {window for window in plan.windows if window is not None}
+        if others:
+            return f"its paged cache holds keys and values of attention only, and this model has {others} slots."
+        if len(windows) > 1:
+            return f"its paged cache knows one window, and this model has {sorted(windows)}."
+        if self.config.kv_sharing == "last":
+            return (
+                "it splits prompts and shares their beginnings as it likes, and with kv_sharing='last' a token sees "
+                "those of its own call otherwise than earlier ones."
+            )
+        return None
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
         kinds = set(self.config.slot_plan().layer_types)

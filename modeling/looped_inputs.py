@@ -22,6 +22,7 @@ from loopergy.configuration.looped_config import (
     SlotPlan,
     resolve_num_loops,
 )
+from loopergy.modeling.continuous_batching import is_paged
 from loopergy.modeling.kernels.sparse_attention import check_covers, fit, real_tokens
 from loopergy.modeling.looped_cache import open_cache
 
@@ -90,7 +91,9 @@ def read_inputs(
         real = attention_mask[:, -shape[1] :]
     # Ready masks come from `generate`, whose positions restart at padding only.
     marks = None if isinstance(attention_mask, dict) else position_ids
-    documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
+    documents = None
+    if not is_paged(cache):  # whose rows hold several requests, kept apart by the mask
+        documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
     cache = open_cache(config, cache, use_cache, num_loops, plan, packed=documents is not None)
     if position_ids is None:
         past = past_length(cache, plan)

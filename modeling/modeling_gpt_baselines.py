@@ -25,6 +25,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_gpt_baselines import GPTBaselineConfig
+from loopergy.modeling.continuous_batching import is_paged
 from loopergy.modeling.learned_positions import WindowedGenerationMixin, check_positions
 from loopergy.modeling.looped_cache import with_growing_layers
 from loopergy.modeling.looped_inputs import default_positions
@@ -63,7 +64,7 @@ class GPTBaselineAttention(nn.Module):
         key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, slot)
+            key, value = cache.update(key, value, slot, kwargs=kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -179,7 +180,7 @@ class GPTBaselineModel(GPTBaselinePreTrainedModel):
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache is None and use_cache:
             cache = with_growing_layers(DynamicCache(config=self.config))
-        past = 0 if cache is None else cache.get_seq_length()
+        past = 0 if cache is None or is_paged(cache) else cache.get_seq_length()
         if isinstance(attention_mask, dict):
             mask = attention_mask["full_attention"]
         else:

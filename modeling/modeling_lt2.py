@@ -36,7 +36,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.linear_fields import LINEAR_MIXERS
 from loopergy.configuration.looped_config import INDEXED, POOLED, RECURRENT, SlotPlan
-from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding
+from loopergy.modeling.building_blocks import ExactLinear, GatedMLP, RMSNorm, RotaryEmbedding
 from loopergy.modeling.looped_cache import LoopedGenerationMixin
 from loopergy.modeling.looped_inputs import LoopedInputs, looped_masks, mask_key, read_inputs
 from loopergy.modeling.looped_outputs import (
@@ -143,7 +143,7 @@ class LT2PreTrainedModel(PreTrainedModel):
 
         | module | distribution |
         |---|---|
-        | linear, embedding, convolution | normal(0, `initializer_range`), biases 0 |
+        | linear, exact linear, embedding, convolution | normal(0, `initializer_range`), biases 0 |
         | norms | 1 |
         | decay of recurrent mixers | [`LinearMixer.init_bare_parameters`] of each |
         | output gate of attention, loop residual | 0 |
@@ -151,7 +151,9 @@ class LT2PreTrainedModel(PreTrainedModel):
         The presets set `initializer_range` to D^-0.5 as LT2 does, without its cut at three standard deviations.
         """
         super()._init_weights(module)
-        if isinstance(module, LinearMixer):
+        if isinstance(module, ExactLinear):
+            module.init_normal(self.config.initializer_range)
+        elif isinstance(module, LinearMixer):
             module.init_bare_parameters()
         elif isinstance(module, Attention) and module.gate_proj is not None:
             init.zeros_(module.gate_proj.weight)
@@ -171,7 +173,7 @@ class LT2Model(LT2PreTrainedModel):
         if config.use_loop_residual:
             rows = config.num_trained_loops or config.num_loops
             self.loop_residual = nn.Parameter(torch.zeros(rows, config.hidden_size))
-        self.early_exit_gate = nn.Linear(config.hidden_size, 1) if config.early_exit_gate else None
+        self.early_exit_gate = ExactLinear(config.hidden_size, 1) if config.early_exit_gate else None
         self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -275,7 +277,8 @@ class LT2Model(LT2PreTrainedModel):
         visits = {}
         for layer_type, window in zip(inputs.plan.layer_types, inputs.plan.windows, strict=True):
             key = mask_key(layer_type, window)
-            mask = masks.get(key) if layer_type == RECURRENT else masks[key]
+            # Continuous batching names its masks by the type alone: it knows one window.
+            mask = masks.get(key) if layer_type == RECURRENT else masks[key if key in masks else layer_type]
             visits[key] = {**others, "attention_mask": mask}
             if layer_type != INDEXED:
                 visits[key].pop("output_divergence")

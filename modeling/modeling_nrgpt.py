@@ -125,9 +125,9 @@ class NRGPTBlock(GradientCheckpointingLayer):
         return update * scale if self.config.eta_type == "gamma" and scale is not None else update
 
     @contextmanager
-    def folded_for_decoding(self) -> Iterator[None]:
+    def folded_for_decoding(self, at_once: bool = False) -> Iterator[None]:
         """Let single tokens take [`FoldedSteps`] while the weights stay as they are."""
-        self.folded = FoldedSteps(self)
+        self.folded = FoldedSteps(self, at_once)
         try:
             yield
         finally:
@@ -243,9 +243,9 @@ class NRGPTModel(NRGPTPreTrainedModel):
         length = embeds.shape[1]
         padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
         real = None if padding is None else padding[:, -length:]
-        documents = find_documents(
-            embeds.shape[:2], position_ids, real, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
-        )
+        # A ready mask says all: those of `generate` come with positions that restart at padding.
+        marks = position_ids if attention_mask is None or padding is not None else None
+        documents = find_documents(embeds.shape[:2], marks, real, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
         cache = _open_cache(self.config, cache, use_cache, steps, packed=documents is not None)
         past = 0 if cache is None else cache.get_seq_length()
         positions = position_ids
@@ -450,14 +450,24 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, WindowedGenerationMixin, Generation
         """Return the config that describes a cache with one slot for each step that will be taken."""
         return _view(self.config, resolve_num_steps(self.config, model_kwargs.get("num_steps")))
 
+    def paged_obstacle(self) -> str:
+        """Say that there are no keys and values."""
+        return "its paged cache holds keys and values, and this model keeps one vector per token and step."
+
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        with self.model.block.folded_for_decoding():
+        with self.model.block.folded_for_decoding(at_once=getattr(kwargs.get("cache"), "is_compileable", False)):
             return super()._sample(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-        """Leave the padding mask as it is: the model itself knows whether a token attends to itself."""
-        return attention_mask
+    def create_masks_for_generate(
+        config: NRGPTConfig, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache, **kwargs: Any
+    ) -> torch.Tensor:
+        """Make the mask ahead of a compiled forward: the padding mask would be of another size for each token."""
+        others = (lambda batch, head, query, key: key < query) if config.exclude_self else None
+        create: Any = create_causal_mask
+        return create(
+            config, inputs_embeds, attention_mask, cache, and_mask_function=others, allow_is_causal_skip=False
+        )
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
         if generation_config.cache_implementation == "quantized":

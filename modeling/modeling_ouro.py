@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_ouro import OuroConfig, repair_special_tokens
 from loopergy.configuration.looped_config import FULL, SlotPlan, resolve_num_loops
-from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, GatedMLP, RMSNorm, RotaryEmbedding, at_least_float32
 from loopergy.modeling.looped_cache import LoopedGenerationMixin
 from loopergy.modeling.looped_inputs import looped_masks, read_inputs
 from loopergy.modeling.looped_outputs import (
@@ -78,6 +78,11 @@ class OuroPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(Attention, index=1, num_hidden_layers_key="total_num_hidden_layers"),
     }
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ExactLinear):
+            module.init_normal(self.config.initializer_range)
+
 
 class OuroModel(OuroPreTrainedModel):
     """Apply the stack T times to token embeddings and return the normed state."""
@@ -88,7 +93,7 @@ class OuroModel(OuroPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(OuroDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
+        self.early_exit_gate = ExactLinear(config.hidden_size, 1)
         self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -137,7 +142,7 @@ class OuroModel(OuroPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         q = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
-        if q < 1 and self.config._attn_implementation not in ("eager", "sdpa"):
+        if q < 1 and self.config._attn_implementation not in ("eager", "sdpa", "paged|eager"):
             raise ValueError(
                 f"Early exit (threshold {q} < 1) works with attn_implementation 'sdpa' or 'eager', not "
                 f"{self.config._attn_implementation!r}: tokens of one batch run different numbers of loops. Set the "
@@ -203,7 +208,7 @@ class OuroModel(OuroPreTrainedModel):
         for loop in range(1, len(plan.table)):
             stay = stay & (1 - remain.squeeze(-1) < q)
             if not bool(stay.any()):
-                self._fill_slots(loop, plan, visit["cache"], keys_values)
+                self._fill_slots(loop, plan, visit, keys_values)
                 missing = len(plan.table) - loop
                 return states + states[-1:] * missing, gates + gates[-1:] * missing
             active = _select(stay, keys_values)
@@ -215,13 +220,14 @@ class OuroModel(OuroPreTrainedModel):
             remain = remain * (1 - at_least_float32(gates[-1]).sigmoid())
         return states, gates
 
-    def _fill_slots(self, first_loop: int, plan: SlotPlan, cache: Cache | None, keys_values: dict) -> None:
+    def _fill_slots(self, first_loop: int, plan: SlotPlan, visit: dict, keys_values: dict) -> None:
         """Give the loops that nobody runs the keys and values of the last loop that each token ran."""
+        cache = visit["cache"]
         if cache is None or self.config.kv_sharing == "last":
             return
         for row in plan.table[first_loop:]:
             for layer, slot in enumerate(row):
-                cache.update(*keys_values[layer], slot)
+                cache.update(*keys_values[layer], slot, kwargs=dict(visit))  # a paged cache writes into it
 
 
 def _select(stay: torch.Tensor, keys_values: dict) -> ActiveTokens:

@@ -11,16 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# The third stands for a plain one while a program is exported.
+WEIGHT_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 def read_out(projection: nn.Module, y: torch.Tensor) -> torch.Tensor:
     r"""Apply the transpose of a linear layer, \(W^T y\), without its bias.
 
-    W is read from a plain linear layer, and is \(W + \sum_a s_a B_a A_a\) over the active adapters a with LoRA of
-    `peft`, whose dropout, which draws inputs of A, acts on the first use only. Merged and disabled adapters are
-    followed. Any other layer (DoRA, quantised weights, a batch that mixes adapters) is differentiated: the gradient of
+    W is read from a plain linear layer, dequantised where the weight itself can tell what it stands for (torchao,
+    optimum-quanto), and is \(W + \sum_a s_a B_a A_a\) over the active adapters a with LoRA of `peft`, whose dropout,
+    which draws inputs of A, acts on the first use only. Merged and disabled adapters are followed. Any other layer
+    (DoRA, AdaLoRA, weights of bitsandbytes, a batch that mixes adapters) is differentiated: the gradient of
     \(y \cdot W x\) with respect to x is what is wanted, whatever the layer keeps W in. Its dropout draws anew.
 
     Args:
@@ -36,7 +40,9 @@ def read_out(projection: nn.Module, y: torch.Tensor) -> torch.Tensor:
     base = getattr(projection, "base_layer", None)
     if base is None:
         with at_hand(projection):
-            weight = _plain_weight(projection)
+            weight = plain_weight(projection)
+            if weight is None:
+                weight = _dequantised_weight(projection, y.dtype)
             return _differentiated(projection, y) if weight is None else y @ weight
     adapter: Any = projection
     if adapter.disable_adapters or adapter.merged:
@@ -67,18 +73,30 @@ def at_hand(module: nn.Module) -> Iterator[None]:
         hook.post_forward(module, ())
 
 
-def _plain_weight(projection: nn.Module) -> torch.Tensor | None:
+def plain_weight(projection: nn.Module) -> torch.Tensor | None:
     """Return the matrix of a layer that holds it as it is, or `None`."""
     weight: Any = getattr(projection, "weight", None)
-    shape = (getattr(projection, "out_features", None), getattr(projection, "in_features", None))
-    plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in PLAIN_TYPES and weight.shape == shape
-    return weight if plain else None
+    plain = type(weight) in WEIGHT_TYPES and weight.dtype in PLAIN_TYPES
+    return weight if plain and weight.shape == _shape(projection) else None
+
+
+def _dequantised_weight(projection: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the matrix that a packed weight stands for, or `None` if it cannot tell or is not all of the map."""
+    weight: Any = getattr(projection, "weight", None)
+    can_tell = isinstance(weight, torch.Tensor) and type(weight).dequantize is not torch.Tensor.dequantize
+    if not can_tell or weight.shape != _shape(projection) or getattr(weight, "act_pre_scale", None) is not None:
+        return None
+    return weight.dequantize().to(dtype)
+
+
+def _shape(projection: nn.Module) -> tuple[int | None, int | None]:
+    return getattr(projection, "out_features", None), getattr(projection, "in_features", None)
 
 
 def _is_plain_lora(adapter: Any) -> bool:
     """Whether an adapted layer is W + B A for the whole batch."""
     return (
-        hasattr(adapter, "lora_A")
+        isinstance(getattr(adapter, "lora_A", None), nn.ModuleDict)
         and not any(name in getattr(adapter, "lora_variant", ()) for name in adapter.active_adapters)
         and not any("adapter_names" in getattr(hook, "keywords", ()) for hook in adapter._forward_pre_hooks.values())
     )
@@ -91,11 +109,15 @@ def _differentiated(projection: Any, y: torch.Tensor) -> torch.Tensor:
         shape = (*y.shape[:-1], projection.in_features)
         probe = torch.zeros(shape, dtype=y.dtype, device=y.device, requires_grad=True)
         output = projection(probe)
-        if not output.requires_grad:
+        slope = None
+        if output.requires_grad:
+            weights = y.clone().to(output.dtype)
+            (slope,) = torch.autograd.grad(output, probe, weights, create_graph=tracked, allow_unused=True)
+        if slope is None:
             raise NotImplementedError(
                 "A projection of this model is used twice, the second time transposed, but its "
                 f"{type(projection).__name__} neither shows its matrix nor can be differentiated. Keep these layers "
                 "out of quantisation (modules_to_not_convert, llm_int8_skip_modules): q_proj and up_proj of "
                 "CEM-Llama, fc1 and fc2 of NRGPT."
             )
-        return torch.autograd.grad(output, probe, y.clone().to(output.dtype), create_graph=tracked)[0]
+        return slope

@@ -23,7 +23,7 @@ from torch import nn
 
 from loopergy.modeling.building_blocks import at_least_float32
 from loopergy.modeling.kernels.energy_gradients import causal_pull, gelu_and_slope, slope_product
-from loopergy.modeling.tied_projection import read_out
+from loopergy.modeling.tied_projection import plain_weight, read_out
 
 
 @dataclass(frozen=True)
@@ -199,12 +199,15 @@ class EnergyAttention(nn.Module):
             g, memory = g[:, shift:], memory[:, :-1]
         keys = self.keys(memory)
         queries = g[:, None].expand(-1, self.num_heads, -1, -1)
+        causal = False
+        if neighbours.visible is None and g.shape[1] > 1:  # a branch, as a compiler's symbol would be no bool
+            causal = True
         outputs = F.scaled_dot_product_attention(
             queries,
             keys,
             keys,
             attn_mask=neighbours.visible,
-            is_causal=neighbours.visible is None and g.shape[1] > 1,
+            is_causal=causal,
             scale=self.beta,
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -252,7 +255,7 @@ class EnergyAttention(nn.Module):
 def is_plain(linear: nn.Module) -> bool:
     """Whether a layer is no more than its weight: no adapter, no packed or offloaded weight, and no hook."""
     hooked = hasattr(linear, "_hf_hook") or linear._forward_hooks or linear._forward_pre_hooks
-    return type(linear) is nn.Linear and not hooked
+    return type(linear) is nn.Linear and plain_weight(linear) is not None and not hooked
 
 
 def _trains_plainly(g: torch.Tensor, *linears: nn.Module) -> bool:

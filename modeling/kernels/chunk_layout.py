@@ -129,7 +129,7 @@ def chunk_layout(
         The layout.
     """
     if boundaries is None:
-        num_chunks = -(-length // chunk_size)
+        num_chunks = int(-(-length // chunk_size))  # a plain number in traced programs too, which unroll the chunks
         starts, ends = ({0: 0}, {num_chunks - 1: 0}) if num_chunks else ({}, {})
         return ChunkLayout(chunk_size, num_chunks, length, 1, None, None, starts, ends)
     starts, ends, places, token_starts = {}, {}, [torch.zeros(0, dtype=torch.long)], [0]

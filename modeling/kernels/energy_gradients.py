@@ -152,8 +152,10 @@ class _CausalPull(torch.autograd.Function):
 
 def _blocks(length: int, shift: int) -> list[tuple[slice, int]]:
     """Return (queries, number of tokens that the last of them sees) for each block of queries that see any."""
-    starts = range(shift, length, BLOCK)
-    return [(slice(start, min(start + BLOCK, length)), min(start + BLOCK, length) - shift) for start in starts]
+    count = -(-(length - shift) // BLOCK)  # a compiled program then serves all lengths of as many blocks
+    starts = [shift + index * BLOCK for index in range(count)]
+    ends = [*starts[1:], length]
+    return [(slice(start, end), end - shift) for start, end in zip(starts, ends, strict=False)]
 
 
 def _scores(g: torch.Tensor, keys: torch.Tensor, rows: slice, end: int, beta: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ Shape letters: B batch, T length, H heads, K key width, V value width, D documen
 Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv 2412.06464), equation 10.
 """
 
+import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -248,6 +249,8 @@ def _one_step(call: _Call, normalize: bool, write: bool) -> tuple[Tensor, Tensor
 
 def _chunk_size(call: _Call) -> int:
     """Return the length of the longest document, but no more than what is fastest for long ones."""
+    if torch.compiler.is_compiling() and call.boundaries is None:
+        return _LARGEST_CHUNK  # a size that follows the length would make each short length a new program
     documents = pairwise(call.boundaries or [0, call.inputs.v.shape[1]])
     return max(1, min(max(stop - start for start, stop in documents), _LARGEST_CHUNK))
 
@@ -261,6 +264,11 @@ def _cut(problem: Problem, inputs: Inputs, backward: bool) -> Problem:
     pairs = max(1, pairs)
     numbers = pairs * problem.layout.chunk_size * (width + values)
     chunks = max(_FEWEST_CHUNKS, threads * _CACHED_NUMBERS // max(1, numbers))
+    if on_cpu and backward:
+        # A backward keeps a state of every pair per segment, and buffers of some pairs for one: about as much of both.
+        groups = -(-batch * heads // pairs)
+        buffers = 8 * problem.layout.chunk_size * (width + values)
+        chunks = max(chunks, math.isqrt(groups * problem.layout.num_chunks * width * values // buffers))
     if on_cpu:
         share = batch * heads * problem.layout.num_chunks // (pairs * _SEGMENTS[backward])
         chunks = min(chunks, max(1, _FEWEST_CHUNKS // 2, share))

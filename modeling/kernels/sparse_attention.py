@@ -111,8 +111,10 @@ def piece_size(numbers_per_query: int, device: torch.device) -> int:
 
 def pieces(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """Cut start..end into (start, end) of at most `size`."""
-    for begin in range(start, end, size):
-        yield begin, min(begin + size, end)
+    count = -(-(end - start) // size)  # a compiled program then serves all lengths of as many pieces
+    for index in range(count):
+        begin = start + index * size
+        yield begin, end if index + 1 == count else begin + size
 
 
 def document_slices(cu_seqlens: torch.Tensor) -> list[slice]:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import rotate_half
 from transformers.utils.deprecation import deprecate_kwarg
 
-from loopergy.modeling.building_blocks import RotaryEmbedding
+from loopergy.modeling.building_blocks import ExactLinear, RotaryEmbedding
 from loopergy.modeling.kernels.indexed_attention import Indexer, indexed_attention
 from loopergy.modeling.kernels.sparse_attention import document_slices, real_among_new, real_tokens
 from loopergy.modeling.looped_cache import tokens_before
@@ -62,10 +62,10 @@ class DeepseekSparseAttention(nn.Module):
         self.q_proj = nn.Linear(width, self.num_heads * key_dim, bias=False)
         self.kv_proj = nn.Linear(width, key_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.value_dim, width, bias=False)
-        self.q_score_proj = nn.Linear(width, self.num_index_heads * index_dim, bias=False)
-        self.k_score_proj = nn.Linear(width, index_dim, bias=False)
+        self.q_score_proj = ExactLinear(width, self.num_index_heads * index_dim, bias=False)
+        self.k_score_proj = ExactLinear(width, index_dim, bias=False)
         lightning = config.dsa_indexer == "deepseek"
-        self.w_score_proj = nn.Linear(width, self.num_index_heads, bias=False) if lightning else None
+        self.w_score_proj = ExactLinear(width, self.num_index_heads, bias=False) if lightning else None
         self.k_score_norm = nn.LayerNorm(index_dim, eps=1e-6) if lightning else None
         self.rotary_emb = _rotary(config, self.tail_dim) if config.dsa_rope else None
         self.index_rotary_emb = _rotary(config, min(64, index_dim)) if lightning else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.gated_delta_rule_step import gated_delta_rule_step
 from loopergy.modeling.kernels.kernel_backends import gated_delta_rule
 from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, add_convolutions, heads
@@ -48,7 +48,7 @@ class DeltaNet(LinearMixer):
         self.q_proj = nn.Linear(width, self.key_width, bias=bias)
         self.k_proj = nn.Linear(width, self.key_width, bias=bias)
         self.v_proj = nn.Linear(width, self.value_width, bias=bias)
-        self.b_proj = nn.Linear(width, self.num_heads, bias=False)
+        self.b_proj = ExactLinear(width, self.num_heads, bias=False)
         self.o_proj = nn.Linear(self.value_width, width, bias=bias)
         channels = (self.key_width, self.key_width, self.value_width)
         add_convolutions(self, channels, config.deltanet_conv_size if config.deltanet_use_short_conv else 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.gated_delta_rule_step import gated_delta_rule_step
 from loopergy.modeling.kernels.kernel_backends import gated_delta_rule
 from loopergy.modeling.mixers.linear_mixer import (
@@ -56,8 +56,8 @@ class GatedDeltaNet(LinearMixer):
         self.q_proj = nn.Linear(width, self.key_width, bias=bias)
         self.k_proj = nn.Linear(width, self.key_width, bias=bias)
         self.v_proj = nn.Linear(width, self.value_width, bias=bias)
-        self.a_proj = nn.Linear(width, self.num_heads, bias=False)
-        self.b_proj = nn.Linear(width, self.num_heads, bias=False)
+        self.a_proj = ExactLinear(width, self.num_heads, bias=False)
+        self.b_proj = ExactLinear(width, self.num_heads, bias=False)
         self.g_proj = nn.Linear(width, self.value_width, bias=False) if config.gdn_use_gate else None
         self.o_proj = nn.Linear(self.value_width, width, bias=bias)
         channels = (self.key_width, self.key_width, self.value_width)

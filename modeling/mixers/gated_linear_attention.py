@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import gla
 from loopergy.modeling.kernels.linear_attention_step import linear_attention_step
 from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, heads
@@ -50,7 +50,8 @@ class GatedLinearAttention(LinearMixer):
         self.v_proj = nn.Linear(width, value_width, bias=bias)
         self.g_proj = nn.Linear(width, value_width, bias=False)
         self.gk_proj = nn.Sequential(
-            nn.Linear(width, config.gla_gate_rank, bias=False), nn.Linear(config.gla_gate_rank, key_width, bias=True)
+            ExactLinear(width, config.gla_gate_rank, bias=False),
+            ExactLinear(config.gla_gate_rank, key_width, bias=True),
         )
         self.g_norm_swish_gate = RMSNorm(self.value_head_dim, eps=config.gla_norm_eps, cast="after_weight")
         self.o_proj = nn.Linear(value_width, width, bias=bias)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import gla
 from loopergy.modeling.kernels.linear_attention_step import linear_attention_step
 from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, heads
@@ -45,7 +45,7 @@ class HGRN2(LinearMixer):
         key_width = self.num_heads * config.hgrn2_head_dim
         value_width = self.num_heads * int(config.hgrn2_head_dim * config.hgrn2_expand_v)
         self.q_proj = nn.Linear(width, key_width, bias=bias)
-        self.f_proj = nn.Linear(width, key_width, bias=bias)
+        self.f_proj = ExactLinear(width, key_width, bias=bias)
         self.i_proj = nn.Linear(width, value_width, bias=bias)
         self.g_norm = RMSNorm(value_width, eps=config.hgrn2_norm_eps, cast="after_weight")
         self.o_proj = nn.Linear(value_width, width, bias=bias)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import kda
 from loopergy.modeling.kernels.linear_attention_step import kda_step
 from loopergy.modeling.mixers.linear_mixer import (
@@ -58,10 +58,10 @@ class KimiDeltaAttention(LinearMixer):
         self.k_proj = nn.Linear(width, self.key_width, bias=bias)
         self.v_proj = nn.Linear(width, self.value_width, bias=bias)
         self.f_proj = nn.Sequential(
-            nn.Linear(width, self.value_head_dim, bias=False),
-            nn.Linear(self.value_head_dim, self.key_width, bias=False),
+            ExactLinear(width, self.value_head_dim, bias=False),
+            ExactLinear(self.value_head_dim, self.key_width, bias=False),
         )
-        self.b_proj = nn.Linear(width, self.num_heads, bias=False)
+        self.b_proj = ExactLinear(width, self.num_heads, bias=False)
         self.g_proj = nn.Sequential(
             nn.Linear(width, self.value_head_dim, bias=False),
             nn.Linear(self.value_head_dim, self.value_width, bias=True),

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils.deprecation import deprecate_kwarg
 
+from loopergy.modeling.building_blocks import ExactLinear
 from loopergy.modeling.kernels.block_sparse_attention import (
     Branches,
     Pooling,
@@ -63,7 +64,7 @@ class NativeSparseAttention(nn.Module):
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_width, bias=bias)
         self.v_proj = nn.Linear(width, kv_width, bias=bias)
-        self.g_proj = nn.Linear(width, 3 * self.num_heads, bias=False)
+        self.g_proj = ExactLinear(width, 3 * self.num_heads, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=bias)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

@@ -134,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for entry in json.loads(body)["files"]
             ]
             self._answer(200, {"files": files})
+        elif parts[4] == "branch":
+            self._answer(201, {})
         elif parts[4] == "commit":
             self._commit("/".join(parts[2:4]), [json.loads(line) for line in body.splitlines() if line.strip()])
         else:

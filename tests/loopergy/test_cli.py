@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -32,7 +33,7 @@ def tiny_ouro(tmp_path_factory, topics_tokenizer):
 
 def test_all_verbs_of_this_version_are_there():
     verbs = {"convert", "align", "select", "distill", "extend", "run", "generate", "demo", "info"}
-    verbs |= {"trace", "export", "push", "task"}
+    verbs |= {"trace", "eval", "card", "export", "push", "task", "serve", "recipes"}
     assert set(GROUP.commands) == verbs
 
 
@@ -80,6 +81,21 @@ def test_generate_gives_the_tokens_of_the_python_call(tiny_ouro, topics_tokenize
     text = topics_tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     done = run("generate", tiny_ouro, "The import statement", "--raw", "-n", 4, "--num-loops", 1)
     assert text.strip() in done.output
+
+
+def test_generate_switches_thinking_on(topics_tokenizer, tmp_path):
+    config = OuroConfig.from_preset("tiny", vocab_size=len(topics_tokenizer), initializer_range=0.2)
+    model = OuroForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    topics_tokenizer.save_pretrained(tmp_path)
+    with open(tmp_path / "chat_template.jinja", "a") as template:
+        template.write("{% if enable_thinking %}<think>{% endif %}")
+    ids = topics_tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
+    ids = ids["input_ids"] + topics_tokenizer("<think>").input_ids
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, len(ids) :]
+    text = topics_tokenizer.decode(expected, skip_special_tokens=True).strip()
+    assert text in run("generate", tmp_path, "Why?", "-n", 4, "--thinking").output
+    assert text not in run("generate", tmp_path, "Why?", "-n", 4).output
 
 
 RECIPE = """

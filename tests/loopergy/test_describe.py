@@ -7,6 +7,7 @@ import torch
 from loopergy import (
     CEMLlamaConfig,
     CEMLlamaForCausalLM,
+    GPTBaselineConfig,
     LT2Config,
     LT2ForCausalLM,
     NRGPTConfig,
@@ -77,6 +78,15 @@ def test_description_groups_equal_slots():
     assert "whatever the length" in lines[0]
     assert "layers 1, 3" in lines[1]
     assert dict(describe_cost("x", config, cost))["mixers"] == "gdn, full, gdn, full"
+
+
+@pytest.mark.parametrize("config", [NRGPTConfig.from_preset("tiny"), GPTBaselineConfig.from_preset("tiny")])
+def test_learned_positions_end_the_context(config):
+    limit = config.max_position_embeddings
+    assert model_cost(config).context == limit - 1
+    with pytest.raises(ValueError, match=rf"context={limit}: .* end at max_position_embeddings={limit}"):
+        model_cost(config, context=limit)
+    assert model_cost(OuroConfig.from_preset("tiny")).context == 4096
 
 
 def test_a_name_is_a_preset_or_a_folder(tmp_path):

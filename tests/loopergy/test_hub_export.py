@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 import loopergy
+from loopergy import hub_code
 from loopergy.hub_export import check_export, export, push
 
 MODELS = {
@@ -18,8 +20,16 @@ MODELS = {
     "lt2": lambda: loopergy.LT2ForCausalLM(loopergy.LT2Config.from_preset("tiny", layer_mixers="gdn,full,window")),
     "cem_llama": lambda: loopergy.CEMLlamaForCausalLM(loopergy.CEMLlamaConfig.from_preset("tiny", num_steps=2)),
     "nrgpt": lambda: loopergy.NRGPTForCausalLM(loopergy.NRGPTConfig.from_preset("tiny")),
+    "gpt": lambda: loopergy.GPTBaselineForCausalLM(loopergy.GPTBaselineConfig.from_preset("tiny")),
+    "all-mixers": lambda: loopergy.LT2ForCausalLM(
+        loopergy.LT2Config.from_preset("tiny", num_hidden_layers=12, layer_mixers=EVERY_MIXER)
+    ),
     "classifier": lambda: loopergy.LT2ForSequenceClassification(loopergy.LT2Config.from_preset("tiny", num_labels=3)),
 }
+
+EVERY_MIXER = "gdn,full,window,kda,deltanet,mamba2,hgrn2,retnet,gla,la,nsa,dsa"
+# Folders that nobody exported: a Trainer's checkpoint, and a model after its adapter was merged.
+SAVED = ("checkpoint-1", "merged")
 
 # Runs where `import loopergy` fails; prints one line a folder.
 STRANGER = """
@@ -49,6 +59,16 @@ for folder in sys.argv[1:]:
 """
 
 
+def trained(model, folder, **settings):
+    """Take one optimizer step in a Trainer, which writes `checkpoint-1` into the folder."""
+    arguments = TrainingArguments(
+        folder, max_steps=1, save_steps=1, learning_rate=0.1, report_to="none", use_cpu=True, **settings
+    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 35).view(4, 8)]
+    Trainer(model, arguments, train_dataset=rows).train()
+    return model
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Export a model of each kind, with what it computes beside it."""
@@ -66,18 +86,56 @@ def exported(tmp_path_factory):
     return place
 
 
-def test_a_process_without_loopergy_computes_the_same(exported, tmp_path):
-    """Guards E8."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Save without `export` what comes out of training, with its logits beside it."""
+    from peft import LoraConfig, get_peft_model
+
+    place = tmp_path_factory.mktemp("saved")
+    checkpoint = trained(MODELS["nrgpt"](), place)
+    adapted = get_peft_model(MODELS["lt2"](), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    merged = trained(adapted, place / "adapter", save_strategy="no").merge_and_unload()
+    merged.save_pretrained(place / "merged")
+    for name, model in zip(SAVED, (checkpoint, merged), strict=True):
+        ids = torch.arange(3, 20)[None]
+        with torch.no_grad():
+            logits = model.eval()(ids).logits
+        tokens = model.generate(ids, max_new_tokens=5, do_sample=False)
+        torch.save({"logits": logits, "tokens": tokens}, f"{place / name}.pt")
+    return place
+
+
+def test_a_process_without_loopergy_computes_the_same(exported, saved, tmp_path):
+    """Guards E1, E8, E14: offline, from exports, a Trainer's checkpoint, and after an adapter was merged."""
+    folders = [*(exported / name for name in MODELS), *(saved / name for name in SAVED)]
     script = tmp_path / "stranger.py"
     script.write_text(STRANGER)
     done = subprocess.run(
-        [sys.executable, script, *(str(exported / name) for name in MODELS)],
+        [sys.executable, script, *map(str, folders)],
         capture_output=True,
         text=True,
-        env={**os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["same transformers_modules"] * len(MODELS)
+    assert done.stdout.splitlines() == ["same transformers_modules"] * len(folders)
+
+
+def test_a_checkpoint_of_a_trainer_is_exported_with_what_it_learned(saved, tmp_path):
+    folder = export(saved / "checkpoint-1", tmp_path / "out")
+    check_export(folder)
+    assert "optimizer.pt" not in os.listdir(folder)
+    model = loopergy.NRGPTForCausalLM.from_pretrained(folder).eval()
+    expected = torch.load(saved / "checkpoint-1.pt", weights_only=True)
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(3, 20)[None]).logits, expected["logits"])
+
+
+def test_a_merged_model_is_saved_as_a_model_of_ours_with_its_code(saved):
+    """Guards E14."""
+    check_export(saved / "merged")
+    config = json.loads((saved / "merged" / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_lt2.LT2ForCausalLM"
+    assert config["architectures"] == ["LT2ForCausalLM"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,6 +161,7 @@ def test_auto_map_names_every_head(exported):
         "AutoConfig": "configuration_lt2.LT2Config",
         "AutoModel": "modeling_lt2.LT2Model",
         "AutoModelForCausalLM": "modeling_lt2.LT2ForCausalLM",
+        "AutoModelForDecision": "modeling_lt2.LT2ForCausalLM",  # what `transformers serve` asks for
         "AutoModelForSequenceClassification": "modeling_lt2.LT2ForSequenceClassification",
     }
 
@@ -140,6 +199,27 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ValueError, match="dtype"):
         export(MODELS["ouro"](), tmp_path / "typed", dtype="bfloat16")
     assert sorted(os.listdir(tmp_path)) == ["merged"]
+
+
+class Changed(loopergy.OuroConfig):
+    """A user's own config, whose code is in the user's file."""
+
+
+def test_the_config_of_a_user_is_not_saved_with_our_code(tmp_path):
+    config = Changed.from_preset("tiny")
+    config.save_pretrained(tmp_path)
+    assert os.listdir(tmp_path) == ["config.json"]
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_without_sources_the_weights_are_saved_and_export_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_code, "find_spec", lambda module: None)
+    model = MODELS["ouro"]()
+    monkeypatch.setitem(hub_code._FAMILIES, type(model.config), hub_code.FamilyCode({"AutoModel": type(model)}))
+    model.save_pretrained(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["config.json", "generation_config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="has no source file; install loopergy"):
+        export(model, tmp_path / "out")
 
 
 def test_push_refuses_what_would_not_load(exported, tmp_path):

@@ -4,7 +4,18 @@
 import pytest
 import torch
 
-from loopergy import CEMLlamaConfig, CEMLlamaForCausalLM, LT2Config, LT2ForCausalLM, OuroConfig, OuroForCausalLM
+from loopergy import (
+    CEMLlamaConfig,
+    CEMLlamaForCausalLM,
+    GPTBaselineConfig,
+    GPTBaselineForCausalLM,
+    LT2Config,
+    LT2ForCausalLM,
+    NRGPTConfig,
+    NRGPTForCausalLM,
+    OuroConfig,
+    OuroForCausalLM,
+)
 
 # Sparse mixers that leave something out at the lengths of the tests.
 SMALL_NSA = {"nsa_num_key_value_heads": 2, "nsa_block_size": 4, "nsa_block_count": 4, "nsa_window": 3}
@@ -67,6 +78,15 @@ CEM_KINDS = {
     "untied-output": {"cem_tie_qo": False, "cem_temperature": 3.0, "cem_step_size": 0.7},
 }
 
+# NRGPT by feed-forward form, norm and rate, and its baselines.
+NRGPT_KINDS = {
+    "ff2w": {},
+    "ff1": {"ff_energy": "ff1", "exclude_self": True},
+    "ff2": {"ff_energy": "ff2", "exclude_self": True, "eta_type": "gamma", "norm_type": "layernorm"},
+    "rms": {"norm_type": "rmsnorm", "eta_type": "diag", "attention_beta": 0.5, "learn_alpha": True},
+}
+GPT_KINDS = {recurrence: {"recurrence": recurrence} for recurrence in ("none", "sequential", "parallel")}
+
 
 def shaken(model: torch.nn.Module) -> torch.nn.Module:
     """Move what starts at zero or one off it, so that no part of the model is without effect."""
@@ -94,6 +114,49 @@ def build_cem(dtype=torch.float64, **fields) -> CEMLlamaForCausalLM:
     torch.manual_seed(0)
     settings = {"initializer_range": 0.2, **fields}
     return shaken(CEMLlamaForCausalLM(CEMLlamaConfig.from_preset("tiny", **settings))).to(dtype)
+
+
+def build_nrgpt(dtype=torch.float64, **fields) -> NRGPTForCausalLM:
+    torch.manual_seed(0)
+    settings = {"initializer_range": 0.2, **fields}
+    return shaken(NRGPTForCausalLM(NRGPTConfig.from_preset("tiny", **settings))).to(dtype)
+
+
+def build_gpt(dtype=torch.float64, **fields) -> GPTBaselineForCausalLM:
+    torch.manual_seed(0)
+    settings = {"initializer_range": 0.2, **fields}
+    return shaken(GPTBaselineForCausalLM(GPTBaselineConfig.from_preset("tiny", **settings))).to(dtype)
+
+
+# Every kind of every family by name, and one of each family whose parts meet each other.
+BUILDERS = {"ouro": build_ouro, "lt2": build_lt2, "cem": build_cem, "nrgpt": build_nrgpt, "gpt": build_gpt}
+EVERY_KIND = {"ouro": ("ouro", {})}
+for _family, _kinds in (("lt2", LT2_KINDS), ("cem", CEM_KINDS), ("nrgpt", NRGPT_KINDS), ("gpt", GPT_KINDS)):
+    EVERY_KIND |= {f"{_family}-{_name}": (_family, _fields) for _name, _fields in _kinds.items()}
+EACH_FAMILY = ("ouro", "lt2-mixed", "lt2-gdn-dsa", "cem-shared", "nrgpt-ff2w", "nrgpt-ff1", "gpt-parallel")
+
+
+@pytest.fixture
+def build_kind():
+    """Build a model by the name of its kind, with further config fields."""
+
+    def build(name: str, dtype: torch.dtype = torch.float64, **fields):
+        family, own = EVERY_KIND[name]
+        return BUILDERS[family](dtype, **own, **fields)
+
+    return build
+
+
+@pytest.fixture(params=list(EVERY_KIND))
+def every_model(request, build_kind):
+    """Give a model of each kind of each family in turn."""
+    return build_kind(request.param)
+
+
+@pytest.fixture(params=EACH_FAMILY)
+def each_family(request):
+    """Give the names of a few kinds, every family among them, in turn."""
+    return request.param
 
 
 @pytest.fixture(params=["ouro", *LT2_KINDS])

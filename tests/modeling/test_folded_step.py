@@ -81,3 +81,14 @@ def test_a_hook_on_a_layer_inside_keeps_the_weights_from_being_folded():
     model.model.block.ff.fc1.register_forward_hook(lambda *call: calls.append(1))
     model.generate(draw(1, 4), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert len(calls) == 20 * 3
+
+
+def test_a_rate_that_is_no_plain_matrix_keeps_the_weights_from_being_folded():
+    """Guards J5."""
+    model = build()
+    block = model.model.block
+    block.eta.__class__ = type("Packed", (torch.nn.Linear,), {})
+    with torch.no_grad(), block.folded_for_decoding():
+        for token in draw(1, 12).split(1, dim=1):
+            model(token)
+        assert block.folded.into is None

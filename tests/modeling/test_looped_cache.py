@@ -299,13 +299,6 @@ def test_nothing_of_one_call_is_left_on_the_model_for_the_next(any_model, make_i
         assert not any(isinstance(value, torch.Tensor) for value in vars(module).values())
 
 
-def test_continuous_batching_is_refused_at_once(make_ouro, make_lt2):
-    """Guards A19."""
-    for model in (make_ouro(), make_lt2()):
-        with pytest.raises(NotImplementedError, match="continuous batching"):
-            model.generate_batch([[1, 2, 3]])
-
-
 @torch.no_grad()
 def test_a_cache_with_too_few_slots_is_refused_by_number(make_ouro, make_lt2, make_ids):
     ids = make_ids(1, 4)

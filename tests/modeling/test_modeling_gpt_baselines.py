@@ -111,9 +111,3 @@ def test_the_classifier_scores_each_sequence():
     torch.manual_seed(0)
     model = GPTBaselineForSequenceClassification(GPTBaselineConfig.from_preset("tiny", num_labels=3)).eval()
     assert model(draw(2, 6), attention_mask=torch.ones(2, 6)).logits.shape == (2, 3)
-
-
-def test_continuous_batching_is_refused_at_once():
-    """Guards A19."""
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        build("parallel").generate_batch([[1, 2, 3]])

@@ -74,3 +74,11 @@ def test_an_offloaded_layer_comes_back_in_every_loop(any_model, make_ids, tmp_pa
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
     assert set(model._no_split_modules) == {type(model.model.layers[0]).__name__}
+
+
+def test_two_models_share_no_module_and_no_parameter(each_family, build_kind):
+    """Guards I6: what traces modules by identity, as ZeRO-3 does, would mix up teacher and student."""
+    one, two = build_kind(each_family), build_kind(each_family)
+    assert {id(module) for module in one.modules()}.isdisjoint(id(module) for module in two.modules())
+    assert {id(part) for part in one.parameters()}.isdisjoint(id(part) for part in two.parameters())
+    assert len({id(module) for module in one.modules()}) == len(list(one.named_modules(remove_duplicate=False)))

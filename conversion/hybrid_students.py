@@ -1,0 +1,203 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+r"""Read students of the hybrid-distillation code (github.com/fla-org/hybrid-distillation, arXiv 2512.20569).
+
+Their class is `StudentForCausalLM`, with `model_type` "student"; chili-lab/Ouro-hybrid-1.4B is named so too. Layers in
+`keep_full_attention_layers` have the teacher's attention, the others the mixer that `student_name` says.
+
+    student                                         here
+    model.embeddings                                model.embed_tokens
+    model.layers.{l}.attn.*                         model.layers.{l}.self_attn.*
+    model.layers.{l}.attn_norm, mlp_norm            model.layers.{l}.input_layernorm, post_attention_layernorm
+    model.norm, model.layers.{l}.mlp.*, lm_head     the same
+
+A looped student has more than that code describes: how often the stack runs (`num_loops` or `total_ut_steps` of its
+config), a second norm behind each sub-layer and an exit gate. These are looked for under the names that Ouro gives
+them; a tensor that has another name is an error that says so.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from loopergy.configuration.configuration_lt2 import LT2Config
+from loopergy.conversion.assemble import empty_student, fill
+from loopergy.conversion.mixer_starts import MapFacts
+from loopergy.conversion.weight_maps import ConversionError, WeightMap, list_names
+from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+
+MODEL_TYPE = "student"
+
+# Value of `student_name`: the mixer, and what it leaves out of it or has in it.
+STUDENTS: dict[str, tuple[str, dict[str, bool]]] = {
+    "gdn_v1": ("gdn", {"gdn_use_gate": False, "gdn_use_short_conv": True}),
+    "gdn_v2": ("gdn", {"gdn_use_gate": False, "gdn_use_short_conv": False}),
+    "gdn_v3": ("gdn", {"gdn_use_gate": True, "gdn_use_short_conv": True}),
+    "gdn_v4": ("gdn", {"gdn_use_gate": True, "gdn_use_short_conv": False}),
+    "gla_v1": ("gla", {}),
+    "swa_v1": ("window", {}),
+}
+
+_NAMES = {
+    r"model\.embeddings\.weight": "model.embed_tokens.weight",
+    r"model\.layers\.(\d+)\.attn\.attn\.(.+)": r"model.layers.\1.self_attn.\2",
+    r"model\.layers\.(\d+)\.attn\.(.+)": r"model.layers.\1.self_attn.\2",
+    r"model\.layers\.(\d+)\.attn_norm\.weight": r"model.layers.\1.input_layernorm.weight",
+    r"model\.layers\.(\d+)\.mlp_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+}
+# Tables that are computed.
+_DROPPED = re.compile(r".*\.rotary\.inv_freq")
+_SECOND_NORM = "model.layers.0.input_layernorm_2.weight"
+_GATE = "model.early_exit_gate.weight"
+
+
+def is_hybrid_student(source: str | Path) -> bool:
+    """Say whether a folder or Hub id holds a student of the hybrid-distillation code."""
+    if not Path(source).is_dir() and (Path(source).exists() or "/" not in str(source)):
+        return False
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(str(source))
+    except OSError:
+        return False
+    return found.get("model_type") == MODEL_TYPE
+
+
+def lt2_from_student(source: str | Path, **fields: Any) -> LT2ForCausalLM:
+    """Load a student of the hybrid-distillation code.
+
+    Args:
+        source (`str` or `Path`): Folder or Hub id, with `config.json` and safetensors.
+        fields: Fields of `LT2Config` that replace those read, such as `num_loops` if the config does not say it.
+
+    Returns:
+        `LT2ForCausalLM`: In eval mode, in the checkpoint's dtype.
+
+    Raises:
+        ConversionError: For a student that LT2 cannot be, or tensors that it does not have; the text names them.
+        OSError: If a file is missing.
+    """
+    found, _ = PreTrainedConfig.get_config_dict(str(source))
+    state = _rename(_read_tensors(str(source)))
+    config = student_lt2_config(found, state, **fields)
+    state |= _zero_biases(state, config)
+    names = [*state, *(["lm_head.weight"] if config.tie_word_embeddings else [])]
+    weights = WeightMap.identity(dict.fromkeys(names), MapFacts.from_config(config))
+    dtype = state["model.embed_tokens.weight"].dtype
+    return fill(empty_student(config, dtype), weights, state, seed=0, device=torch.device("cpu"), share=True)
+
+
+def student_lt2_config(found: Mapping[str, Any], state: Mapping[str, torch.Tensor], **fields: Any) -> LT2Config:
+    """Describe a student as LT2.
+
+    Args:
+        found (`Mapping[str, Any]`): Content of its `config.json`.
+        state (`Mapping[str, torch.Tensor]`): Its tensors by our names; they tell sizes, second norms and exit gate.
+        fields: Fields of `LT2Config` that replace those read.
+
+    Returns:
+        `LT2Config`: Of the same model.
+
+    Raises:
+        ConversionError: For a mixer or a setting that LT2 does not have.
+    """
+    if found.get("qk_norm"):
+        raise ConversionError("qk_norm=True: norms of queries and keys are not supported")
+    try:
+        layers, heads = found["num_hidden_layers"], found["num_heads"]
+        vocabulary, width = state["model.embed_tokens.weight"].shape
+        intermediate = len(state["model.layers.0.mlp.gate_proj.weight"])
+    except KeyError as error:
+        raise ConversionError(f"{error} is missing: not a student of the hybrid-distillation code") from None
+    mixers = _mixers(found, layers)
+    head_dim = width // heads
+    window = found.get("window_size")
+    if "window" in mixers and not window:
+        raise ConversionError("window_size is missing, but there are layers with a window")
+    name = found.get("student_name")
+    values: dict[str, Any] = dict(STUDENTS[name][1]) if name in STUDENTS else {}
+    for mixer in {"gdn", "gla"} & set(mixers):
+        values |= {f"{mixer}_num_heads": heads, f"{mixer}_head_dim": head_dim, f"{mixer}_expand_v": 1}
+    rotary = found.get("rope_parameters") or {"rope_theta": found.get("rope_theta") or 10_000.0}
+    values |= {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_loops": found.get("num_loops") or found.get("total_ut_steps") or 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": found.get("num_kv_heads") or heads,
+        "head_dim": head_dim,
+        "layer_mixers": mixers,
+        "attention_bias": bool(found.get("qkv_bias", False)),
+        "rms_norm_eps": found.get("norm_eps", 1e-6),
+        "max_position_embeddings": found.get("max_position_embeddings", 2048),
+        "rope_parameters": {"rope_type": "default", **rotary},
+        "initializer_range": found.get("initializer_range", 0.02),
+        "block_style": "sandwich" if _SECOND_NORM in state else "pre",
+        "norm_cast": "after_weight",
+        "norm_between_loops": True,
+        "early_exit_gate": _GATE in state,
+        "use_loop_residual": False,
+        "attn_output_gate": False,
+        "tie_word_embeddings": bool(found.get("tie_word_embeddings", False)),
+        **{token: found.get(token) for token in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    if window:
+        values["sliding_window"] = window
+    return LT2Config(**{**values, **fields})
+
+
+def _mixers(found: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the mixer of each layer. The kept layers have a window too where the config has one."""
+    kept = "window" if found.get("window_size") else "full"
+    if found.get("force_window_on_all_layers"):
+        return [kept] * layers
+    full = set(found.get("keep_full_attention_layers") or ())
+    if full == set(range(layers)):
+        return [kept] * layers
+    name = found.get("student_name")
+    if name not in STUDENTS:
+        raise ConversionError(f"student_name={name!r} is not supported; supported are {', '.join(STUDENTS)}")
+    return [kept if layer in full else STUDENTS[name][0] for layer in range(layers)]
+
+
+def _read_tensors(source: str) -> dict[str, torch.Tensor]:
+    """Load the safetensors files of a folder or Hub id."""
+    one = cached_file(source, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if one is not None:
+        return load_file(one)
+    index = cached_file(source, "model.safetensors.index.json")
+    files, _ = get_checkpoint_shard_files(source, index)
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _rename(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = {}
+    for name, tensor in state.items():
+        if not _DROPPED.fullmatch(name):
+            new = next((re.sub(f"^{old}$", new, name) for old, new in _NAMES.items() if re.fullmatch(old, name)), name)
+            out[new] = tensor
+    return out
+
+
+def _zero_biases(state: Mapping[str, torch.Tensor], config: LT2Config) -> dict[str, torch.Tensor]:
+    """Return the biases that `attention_bias` gives our layers and a student's do not have.
+
+    Raises:
+        ConversionError: If the student's tensors are not those that its config describes.
+    """
+    have, want = set(state), set(empty_student(config, torch.float32).state_dict())
+    if config.tie_word_embeddings:
+        want.discard("lm_head.weight")
+    missing, strange = want - have, have - want - {"lm_head.weight"}
+    biases = {name for name in missing if re.fullmatch(r".*\.self_attn\.[qkvo]_proj\.bias", name)}
+    problems = {"it lacks": missing - biases, "it has, and LT2 has not,": strange}
+    text = "; ".join(f"{what} {list_names(names)}" for what, names in problems.items() if names)
+    if text:
+        raise ConversionError(f"the student's tensors are not those of its config: {text}")
+    return {name: torch.zeros(len(state[name.removesuffix("bias") + "weight"])) for name in biases}

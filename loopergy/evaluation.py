@@ -1,0 +1,411 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Measure a causal language model with lm-eval: its tasks by name, your own from local files.
+
+A task is a name of lm-eval (`mmlu`, `arc_easy`, `mmlu_*`), an lm-eval `.yaml` file, a `.jsonl` file, or a folder of
+`.jsonl` files. The fields of a JSONL file's rows say what is measured; context and answer are joined by one space:
+
+| fields                         | what is measured                                     | metrics              |
+|--------------------------------|------------------------------------------------------|----------------------|
+| `text`                         | how likely the text is                               | perplexities, bits   |
+| `context`, `continuation`      | is the continuation the greedy one; how likely is it | `acc`, `perplexity`  |
+| `context`, `choices`, `answer` | is `choices[answer]` the likeliest choice            | `acc`, `acc_norm`    |
+
+Results are written to the folder `evaluation` beside the weights, one file a run, where the model card finds them.
+"""
+
+import difflib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopergy.conversion.folders import saved_tokenizer
+
+RESULTS_FOLDER = "evaluation"
+_ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+_KINDS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("context", "choices", "answer"): {
+        "output_type": "multiple_choice",
+        "doc_to_text": "context",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [*_ACCURACY, {"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True}],
+    },
+    ("context", "continuation"): {
+        "output_type": "loglikelihood",
+        "doc_to_text": "context",
+        "doc_to_target": lambda row: f" {row['continuation']}",
+        "metric_list": [*_ACCURACY, {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+    },
+    ("text",): {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [
+            {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False},
+            {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+            {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+        ],
+    },
+}
+
+
+@dataclass
+class Evaluation:
+    """What a model scored.
+
+    Args:
+        model (`str`): Hub id, or the name of the folder (not where it is).
+        tasks (`dict`): Task or group to `metrics` and `stderr` (by metric), `higher_is_better`, `examples` measured
+            and `of` how many, `few_shot`, `version`, `dataset` (`id`, `config`, `split`, `revision` on the Hub, or
+            `file` and `sha256`), and for a group its `members`.
+        settings (`dict`): How it was measured; what was left at its default and says nothing is not in it.
+        versions (`dict`): Libraries.
+        date (`str`): ISO 8601, UTC, when it ended.
+        seconds (`float`): Wall time, loading included.
+    """
+
+    model: str
+    tasks: dict[str, dict[str, Any]]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+    seconds: float
+
+    def top_tasks(self) -> list[str]:
+        """Return the tasks and groups that are not members of another one."""
+        inside = {member for entry in self.tasks.values() for member in entry.get("members", ())}
+        return [name for name in self.tasks if name not in inside]
+
+    def lines(self) -> list[str]:
+        """Return what to print: a line for each metric of each task."""
+        width = max((len(name) for name in self.tasks), default=0)
+        rows = []
+        for name, entry in self.tasks.items():
+            part = "" if entry["examples"] == entry["of"] else f", the first {entry['examples']:,}"
+            for metric, value in entry["metrics"].items():
+                error = entry["stderr"].get(metric)
+                sure = "" if error is None else f" ± {error:.4f}"
+                rows.append(f"{name:<{width}}  {metric:<18} {value:.4f}{sure}   {entry['of']:,} examples{part}")
+        return rows
+
+    def file_name(self) -> str:
+        """Return a file name that tells tasks and settings: another run with the same ones replaces it."""
+        words = ["+".join(self.top_tasks())[:80]]
+        shown = ("limit", "num_fewshot", "num_loops", "num_steps", "apply_chat_template")
+        words += [f"{name}={self.settings[name]}" for name in shown if name in self.settings]
+        return re.sub(r"[^\w.+=-]", "-", "-".join(words)) + ".json"
+
+    def save(self, file: str | Path) -> Path:
+        """Write everything as JSON, replacing an old file in one step."""
+        file = Path(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f".{file.name}.unfinished")
+        unfinished.write_text(json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, file)
+        return file
+
+    @classmethod
+    def load(cls, file: str | Path) -> "Evaluation":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: For a file of another kind or format.
+        """
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.pop("format", None) != 1:
+            raise ValueError(f"{file} is no result of `loopergy eval` in a format that this version reads (1)")
+        return cls(**values)
+
+
+def evaluate(
+    model: Any,
+    tasks: str | Sequence[str],
+    *,
+    tokenizer: Any = None,
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    num_loops: int | None = None,
+    num_steps: int | None = None,
+    apply_chat_template: bool = False,
+    include_path: str | Path | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> Evaluation | None:
+    """Measure a model on tasks of lm-eval or on local files.
+
+    Names and files are checked, and all data fetched, before the model is loaded. Likelihoods do not depend on the
+    batch size (up to rounding): rows are padded on the right, where no position that counts looks. What does not fit
+    into the model's `max_position_embeddings` is cut on the left.
+
+    Args:
+        model: Folder or Hub id of any causal language model, or one in memory.
+        tasks (`str` or sequence of `str`): See the head of this file.
+        tokenizer (*optional*): For a model in memory; by default the one it was loaded with.
+        limit (`int` or share below 1, *optional*): Only the first examples of each task.
+        num_fewshot (`int`, *optional*): Solved examples in front of each question; by default the task's.
+        batch_size (`int`): Rows at once.
+        num_loops, num_steps (`int`, *optional*): Loops (Ouro, LT2) or steps (CEM-Llama, NRGPT) to run; by default the
+            config's. For a model in memory, load it with them.
+        apply_chat_template (`bool`): Ask as the user of a chat.
+        include_path (*optional*): Folder of further lm-eval YAML tasks.
+        dtype (`str`, *optional*): Type to load the weights in; by default the one they have.
+        device (`str`, *optional*): `"cpu"`, `"cuda"`, ...; by default a GPU if there is one.
+
+    Returns:
+        [`Evaluation`], not yet saved; None in all processes but the first of a distributed run.
+
+    Raises:
+        ImportError: Without lm-eval.
+        ValueError: For an unknown task, a file that is no task, or a model without a usable tokenizer.
+        OSError: For data that cannot be fetched.
+    """
+    if find_spec("lm_eval") is None:
+        raise ImportError('Evaluation needs lm-eval: pip install "loopergy[eval]"')
+    from lm_eval.evaluator import simple_evaluate
+
+    began = time.perf_counter()
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit={limit} must be above 0: a number of examples, or a share below 1")
+    limit = int(limit) if limit is not None and limit >= 1 else limit
+    names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name.strip()]
+    loaded, files, manager = load_tasks(names, include_path)
+    run = {name: value for name, value in (("num_loops", num_loops), ("num_steps", num_steps)) if value is not None}
+    network = _language_model(model, tokenizer, batch_size, dtype, device, run)
+    with_cache, network.model.config.use_cache = network.model.config.use_cache, False  # scoring needs none
+    try:
+        raw = simple_evaluate(
+            network,
+            tasks=loaded,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size,
+            apply_chat_template=apply_chat_template,
+            log_samples=False,
+            task_manager=manager,
+        )
+    finally:
+        network.model.config.use_cache = with_cache
+    if raw is None:
+        return None
+    given = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template or None, **run}
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings |= {"batch_size": batch_size, "max_length": network.max_length, "device": network.device.type}
+    settings["dtype"] = str(network.model.dtype).removeprefix("torch.")
+    return Evaluation(
+        model=_public_name(model),
+        tasks=_task_entries(raw, files),
+        settings=settings,
+        versions={name: version(name) for name in ("loopergy", "lm-eval", "transformers", "torch")},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - began, 2),
+    )
+
+
+def _public_name(model: Any) -> str:
+    """Name a model without saying where on this machine it is."""
+    source = str(model) if isinstance(model, str | Path) else model.name_or_path
+    return Path(source).resolve().name if Path(source).exists() else source or type(model).__name__
+
+
+def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> tuple[list[Any], dict[str, Any], Any]:
+    """Load tasks with their data.
+
+    Returns:
+        `tuple`: lm-eval's tasks and groups; for each task from a JSONL file its `file` and `sha256`; the task manager.
+
+    Raises:
+        ValueError: For no or an unknown name, or a file that is no task.
+        OSError: For data that cannot be fetched.
+    """
+    from lm_eval.tasks import TaskManager
+
+    specs, files, registered = [], {}, []
+    for name in names:
+        path = Path(name)
+        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.suffix == ".jsonl" else ():
+            config = task_of_file(file)
+            specs.append(config)
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            files[config["task"]] = {"file": file.name, "sha256": digest}
+        if path.suffix == ".yaml":
+            if not path.is_file():
+                raise ValueError(f"there is no task file {name}")
+            specs.append(name)
+        elif not path.is_dir() and path.suffix != ".jsonl":
+            registered.append(name)
+    manager = TaskManager(include_path=include_path, include_defaults=bool(registered))  # type: ignore[arg-type]
+    for name in registered:
+        found = manager.match_tasks([name])
+        if not found:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=4, cutoff=0.7)
+            hint = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists all names"
+            raise ValueError(f"lm-eval knows no task {name!r}, and it is no file: {hint}")
+        specs += found
+    if not specs:
+        raise ValueError("no tasks: give names of lm-eval, .yaml or .jsonl files, or a folder of .jsonl files")
+    built: list[Any] = []
+    for spec in specs:
+        try:
+            with _quiet("lm_eval.api.task"):
+                loaded: Any = manager.load([spec])
+        except OSError as error:
+            name = spec if isinstance(spec, str) else spec["task"]
+            raise OSError(
+                f"the data of task {name!r} cannot be had ({error}). lm-eval fetches it from the Hub: go online once, "
+                "or measure on a local file"
+            ) from error
+        inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
+        nested = {name for members in loaded["group_map"].values() for name in members}
+        built += [group for name, group in loaded["groups"].items() if name not in nested]
+        built += [task for name, task in loaded["tasks"].items() if name not in inside]
+    return built, files, manager
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Hold back the warnings of one logger: lm-eval explains an option of its own whenever data come from memory."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def task_of_file(file: Path) -> dict[str, Any]:
+    """Return lm-eval's config of a JSONL file; its name is the file's without ending.
+
+    Raises:
+        ValueError: For a file that is missing or empty, is no JSONL, or has rows of no known kind; with the line.
+    """
+    import datasets
+
+    if not file.is_file():
+        raise ValueError(f"there is no task file {file}")
+    rows, kind = [], None
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: no JSON ({error})") from None
+        kind = kind or next((fields for fields in _KINDS if isinstance(row, dict) and set(fields) <= set(row)), None)
+        if kind is None or not isinstance(row, dict) or not set(kind) <= set(row):
+            known = "; ".join(", ".join(fields) for fields in _KINDS)
+            raise ValueError(f"{file}, line {number}: a row has the fields {known}; all rows of a file the same")
+        if "choices" in kind and not 0 <= row["answer"] < len(row["choices"]):
+            raise ValueError(
+                f"{file}, line {number}: `answer` is the index of the right choice, from 0 to "
+                f"{len(row['choices']) - 1}; got {row['answer']!r}"
+            )
+        rows.append({name: row[name] for name in kind})
+    if kind is None:
+        raise ValueError(f"{file} has no rows")
+    data = datasets.Dataset.from_list(rows)
+    return {
+        "task": file.stem,
+        "custom_dataset": lambda **kwargs: {"test": data},
+        "test_split": "test",
+        "metadata": {"version": 1.0},
+        **_KINDS[kind],
+    }
+
+
+def _language_model(
+    model: Any, tokenizer: Any, batch_size: int, dtype: str | None, device: str | None, run: dict[str, int]
+) -> Any:
+    """Wrap a model for lm-eval."""
+    from lm_eval.models.huggingface import HFLM
+
+    named = isinstance(model, str | Path)
+    if not named and (run or dtype or device):
+        raise ValueError(
+            "num_loops, num_steps, dtype and device are for loading; a model in memory is measured as it is: load it "
+            "with AutoModelForCausalLM.from_pretrained(..., num_loops=2), or move it, first."
+        )
+    tokenizer = tokenizer or saved_tokenizer(model if named else model.name_or_path)
+    if tokenizer is None:
+        raise ValueError(f"there is no tokenizer beside {_public_name(model)}: lm-eval measures texts, not ids")
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {_public_name(model)} has neither bos_token nor eos_token, one of which lm-eval puts "
+            "where nothing precedes a text. Models trained on our tasks are measured by `loopergy task eval`"
+        )
+    wrapper: Any = HFLM  # its decorator hides the constructor from type checkers
+    options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "backend": "causal"}
+    if named:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        network = wrapper(str(model), dtype=dtype or "auto", device=device, **options, **run)
+    else:
+        network = wrapper(model, **options)
+    # Sums of many logarithms, so that bfloat16 weights do not make the result depend on the batch.
+    network.softmax_dtype = torch.promote_types(network.model.dtype, torch.float32)
+    return network
+
+
+def _task_entries(raw: Any, files: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Keep of lm-eval's results what a reader wants to know."""
+    entries = {}
+    groups = raw.get("groups", {})
+    for name, values in {**groups, **raw["results"]}.items():
+        metrics, stderr = {}, {}
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            plain = metric.removesuffix("_stderr")
+            place = stderr if metric.endswith("_stderr") else metrics
+            if math.isfinite(value):
+                place[plain if kind == "none" else f"{plain}, {kind}"] = value
+        members = raw["group_subtasks"].get(name, []) if name in groups else []
+        if not metrics:
+            continue
+        leaves = _leaves(name, raw["group_subtasks"]) if members else [name]
+        counts = [raw["n-samples"][leaf] for leaf in leaves]
+        entry = {
+            "metrics": metrics,
+            "stderr": stderr,
+            "higher_is_better": raw["higher_is_better"].get(name, {}),
+            "examples": sum(count["effective"] for count in counts),
+            "of": sum(count["original"] for count in counts),
+            "few_shot": raw["n-shot"].get(leaves[0], 0),
+            "version": raw["versions"].get(name),
+            "dataset": files.get(name) or _dataset([raw["configs"][leaf] for leaf in leaves]),
+        }
+        entries[name] = {**entry, **({"members": members} if members else {})}
+    return entries
+
+
+def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
+    inside = members.get(name) or []
+    return [leaf for member in inside for leaf in _leaves(member, members)] if inside else [name]
+
+
+def _dataset(configs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Describe the Hub data set of a task, or the one that all tasks of a group share; nothing for local data."""
+    paths = {str(config.get("dataset_path")) for config in configs}
+    if len(paths) != 1 or not re.fullmatch(r"[\w.-]+/[\w.-]+", path := paths.pop()) or Path(path).exists():
+        return {}
+    config = configs[0]
+    split = config.get("test_split") or config.get("validation_split") or config.get("training_split")
+    fields = {"id": path, "split": split, "revision": (config.get("dataset_kwargs") or {}).get("revision")}
+    if len(configs) == 1:
+        fields["config"] = config.get("dataset_name")
+    return {key: value for key, value in fields.items() if value is not None}

@@ -1,26 +1,31 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Run the code of the README, and check that the commands it names exist.
 
-A python block runs unless the line before it is `<!-- not run: reason -->`; the blocks of a page run in one session,
-in order. Hub ids stand for tiny models of the same kind that are made here.
+A python block runs unless the line before it is `<!-- not run: reason -->`, or `<!-- needs: package -->` and the
+package is not installed; the blocks of a page run in one session, in order. Hub ids stand for tiny models of the same
+kind that are made here.
 """
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if page.is_file()]
-BLOCK = re.compile(r"(?P<marker><!-- not run: [^>]+ -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.S)
+MARKER = r"<!-- (?:(?P<skip>not run): [^>]+|needs: (?P<package>\w+)) -->\n"
+BLOCK = re.compile(rf"(?:{MARKER})?```(?P<language>\w+)\n(?P<code>.*?)```", re.S)
 OURO_IDS = re.compile(r"ByteDance/Ouro-[\w.]+(-Thinking)?")
 
 
 def blocks(page: Path, language: str) -> list[str]:
     """Return the blocks of one language that are meant to run."""
-    found = BLOCK.finditer(page.read_text("utf-8"))
-    return [match["code"] for match in found if match["language"] == language and not match["marker"]]
+    found = [match for match in BLOCK.finditer(page.read_text("utf-8")) if match["language"] == language]
+    return [
+        match["code"] for match in found if not match["skip"] and (not match["package"] or find_spec(match["package"]))
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,7 @@ from loopergy.modeling.mixers.linear_mixer import (
 class GatedDeltaNet(LinearMixer):
     r"""Mix tokens by a recurrent memory with decay and delta rule, in time linear in the length.
 
-    With x the normed input: q, k, v from x through a short causal convolution and SiLU (SiLU alone without
-        convolution),
+    With x the normed input: q, k, v from x through a short causal convolution and SiLU (without it SiLU alone),
     q and k of unit length per head; \(\beta = \sigma(W_b x)\) (times 2 with `gdn_allow_neg_eigval`);
     \(g = -e^{A} \mathrm{softplus}(W_a x + b)\); \(y = W_o\,[\mathrm{RMSNorm}(o) \odot \mathrm{SiLU}(W_g x)]\).
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from without_loopergy import WITHOUT_LOOPERGY
 
 import loopergy
 from loopergy.hub_export import export
@@ -25,15 +26,9 @@ FAMILIES = {
 }
 
 # Runs where `import loopergy` fails: (base, adapter, result) folders, three at a time.
-STRANGER = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "loopergy":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, Absent())
+STRANGER = (
+    WITHOUT_LOOPERGY
+    + """
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +49,7 @@ for base, adapter, result in zip(*(sys.argv[start::3] for start in (1, 2, 3))):
     torch.testing.assert_close(again(ids).logits, expected, rtol=0, atol=1e-4)
     print("same", type(again).__name__)
 """
+)
 
 
 @pytest.fixture(scope="module")

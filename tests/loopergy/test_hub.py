@@ -9,12 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from loopback_hub import TOKEN, LoopbackHub
 
 import loopergy
 from loopergy.hub_export import export
-
-sys.path.insert(0, os.path.dirname(__file__))
-from loopback_hub import TOKEN, LoopbackHub
 
 FETCH = """
 import sys

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
+from without_loopergy import WITHOUT_LOOPERGY
 
 import loopergy
 from loopergy import hub_code
@@ -32,15 +33,9 @@ EVERY_MIXER = "gdn,full,window,kda,deltanet,mamba2,hgrn2,retnet,gla,la,nsa,dsa"
 SAVED = ("checkpoint-1", "merged")
 
 # Runs where `import loopergy` fails; prints one line a folder.
-STRANGER = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "loopergy":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, Absent())
+STRANGER = (
+    WITHOUT_LOOPERGY
+    + """
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -57,6 +52,7 @@ for folder in sys.argv[1:]:
     assert AutoModel.from_pretrained(folder, trust_remote_code=True) is not None
     print("same", type(model).__module__.split(".")[0])
 """
+)
 
 
 def trained(model, folder, **settings):

@@ -8,6 +8,8 @@ token by token. Nothing is asserted about time.
 
     python benchmarks/bench_gated_delta_rule.py --output gated_delta_rule.json
     python benchmarks/bench_gated_delta_rule.py --quick
+
+Last come whole layers: one token through Gated DeltaNet here and through transformers' Qwen3-Next layer of that shape.
 """
 
 import argparse
@@ -26,13 +28,18 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import DynamicCache, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextGatedDeltaNet,
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
 
+from loopergy import LT2Config
 from loopergy.modeling.kernels import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from loopergy.modeling.kernels.gated_delta_rule_step import gated_delta_rule_step
+from loopergy.modeling.looped_cache import make_cache
+from loopergy.modeling.mixers.gated_deltanet import GatedDeltaNet
 
 # Batch, length, heads, key and value width, lowest log decay.
 GRID = [
@@ -52,6 +59,15 @@ GRID = [
 QUICK = [(1, 16, 8, 64, -0.1), (1, 512, 8, 64, -0.1), (1, 2048, 8, 64, -0.1)]
 # Rows, heads, key width, value width.
 STEPS = [(1, 8, 64, 64), (1, 8, 128, 256), (1, 16, 128, 128), (8, 8, 64, 64), (8, 16, 128, 128)]
+# Rows, hidden size, heads, key width, value width.
+LAYERS = [
+    (1, 512, 8, 64, 64),
+    (1, 576, 9, 64, 64),
+    (1, 1024, 8, 96, 192),
+    (8, 1024, 8, 128, 128),
+    (1, 2048, 16, 128, 128),
+]
+TOKENS = 40
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 RULES: dict[str, Rule] = {"peer": torch_chunk_gated_delta_rule, "ours": chunk_gated_delta_rule}
 
@@ -198,6 +214,59 @@ def bench_steps(turns: int) -> list[dict]:
     return rows
 
 
+def bench_layers(turns: int) -> list[dict]:
+    """Time one token through a whole layer, projections, convolution and cache included."""
+    rows = []
+    for batch, hidden, heads, width, values in LAYERS:
+        config = LT2Config(
+            vocab_size=8,
+            hidden_size=hidden,
+            num_hidden_layers=1,
+            num_loops=1,
+            num_attention_heads=heads,
+            layer_mixers="gdn",
+            gdn_num_heads=heads,
+            gdn_head_dim=width,
+            gdn_expand_v=values / width,
+        )
+        theirs = Qwen3NextConfig(
+            hidden_size=hidden,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_key_heads=heads,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=width,
+            linear_value_head_dim=values,
+        )
+        layer, peer = GatedDeltaNet(config).eval(), Qwen3NextGatedDeltaNet(theirs, 0).eval()
+        cache, peer_cache = make_cache(config), DynamicCache(config=theirs)
+        prompt, token = torch.randn(batch, 8, hidden), torch.randn(batch, 1, hidden)
+
+        def ours(x: torch.Tensor, layer: GatedDeltaNet = layer, cache: DynamicCache = cache) -> None:
+            layer(x, cache=cache, slot=0)
+
+        with torch.no_grad():
+            ours(prompt)
+            peer(prompt, cache=peer_cache)
+            calls = {
+                "ours": partial(take_tokens, ours, token),
+                "peer": partial(take_tokens, partial(peer, cache=peer_cache), token),
+            }
+            times = medians(calls, turns)
+        row = {"shape": [batch, hidden, heads, width, values]}
+        row |= {name: 1e6 * seconds / TOKENS for name, seconds in times.items()}
+        row["ratio"] = row["peer"] / row["ours"]
+        rows.append(row)
+        line = f"B{batch} d{hidden} H{heads} K{width} V{values}".ljust(30)
+        print(line, f"{row['peer']:8.0f} {row['ours']:8.0f} {row['ratio']:6.2f}x", sep=" | ", flush=True)
+    return rows
+
+
+def take_tokens(layer: Callable[[torch.Tensor], object], token: torch.Tensor) -> None:
+    for _ in range(TOKENS):
+        layer(token)
+
+
 def errors() -> list[dict]:
     """Return the largest errors against the float64 recurrence, relative to the largest number of the kind."""
     rows = []
@@ -255,6 +324,10 @@ def main() -> None:
     print("Geometric means from T512 on: " + ", ".join(f"{kind} {mean:.2f}x" for kind, mean in means.items()))
     print("Steps: us peer, us ours, ratio; us in place, ratio")
     step_rows = bench_steps(turns)
+    print("Layers, one token: us peer, us ours, ratio")
+    layer_rows = bench_layers(turns)
+    layer_mean = geometric_mean([row["ratio"] for row in layer_rows])
+    print(f"Geometric mean of layers: {layer_mean:.2f}x")
     if options.output:
         figures = {
             "torch": torch.__version__,
@@ -265,6 +338,8 @@ def main() -> None:
             "sequences": sequence_rows,
             "geometric_means": means,
             "steps": step_rows,
+            "layers": layer_rows,
+            "layers_geometric_mean": layer_mean,
         }
         options.output.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -108,8 +108,8 @@ def speed(output: Path, rounds: int) -> None:
 
 def forward_flops(config) -> float:
     """Count the matrix products of a forward over one row, per token."""
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, LENGTH, dtype=torch.long), use_cache=False)
     return counter.get_total_flops() / LENGTH
 

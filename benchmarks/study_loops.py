@@ -101,7 +101,8 @@ def print_tables(found: dict) -> None:
         if mixers not in rows:
             continue
         print(f"\n| {name}, {mixers} | {head} |\n|---|{'---|' * len(LOOPS)}")
-        for group in next(iter(rows[mixers].values()))["groups"]:
+        groups = next(iter(rows[mixers].values()))["groups"]
+        for group in sorted(groups, key=lambda name: int(name.split()[2])):  # "up to 8 moves"
             print(f"| {group.strip()} | {cells(rows[mixers], group)} |")
 
 

@@ -51,6 +51,11 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) % HELD_OUT_EVERY == 0
 
 
+def in_split(text: str, split: Split) -> bool:
+    """Say whether a document belongs to `"train"`, `"held_out"` or `"all"`."""
+    return split in ("all", "held_out" if is_held_out(text) else "train")
+
+
 def offline_documents(kind: Literal["all", "prose", "code"] = "all") -> list[str]:
     """Return the text that every Python carries: 79 topics of its reference, and the modules of its standard library.
 
@@ -212,7 +217,7 @@ class PackedDataset(IterableDataset):
             raise ValueError(f"`split` must be 'train', 'held_out' or 'all', got {split!r}.")
         self.documents: Documents = load_documents(source, tokenizer)
         if not isinstance(self.documents, _Stream):
-            self.documents = [text for text in self.documents if split in ("all", _side(text))]
+            self.documents = [text for text in self.documents if in_split(text, split)]
             if not self.documents:
                 raise ValueError(f"Source {source!r} has no document in the split {split!r}.")
         self.tokenizer, self.length, self.separate = tokenizer, length, documents == "separate"
@@ -226,7 +231,7 @@ class PackedDataset(IterableDataset):
         documents = self.documents
         if isinstance(documents, _Stream):
             for index, text in enumerate(documents.iterate_from(start), start):
-                if self.split in ("all", _side(text)):
+                if in_split(text, self.split):
                     yield index, text
             return
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -308,8 +313,6 @@ class PackedDataset(IterableDataset):
         self._row_starts.clear()
 
 
-def _side(text: str) -> str:
-    return "held_out" if is_held_out(text) else "train"
 
 
 @dataclass

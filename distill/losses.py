@@ -6,11 +6,12 @@
 | ``alignment_loss``         | align  | mean over tokens of ``||t - s||^2 / d``, or of ``||t - s|| / sqrt(d)``       |
 | ``linear_kl``              | distil | ``theta^2 * mean KL(softmax(z_t / theta), softmax(z_s / theta))``            |
 | ``linear_cross_entropy``   | extend | mean of ``-log softmax(z_s)[next token]``                                   |
+| ``linear_token_losses``    | pretrain, gate | ``-log softmax(z)[next token]`` of every token, to be weighed          |
 | ``loop_weights``           | distil | the share of every loop in the sum of the per-loop KLs                      |
 
-The two ``linear_*`` losses take hidden states and head weights instead of logits. They visit the tokens in chunks and
-compute the gradient of a chunk while its logits are still there, so no ``[batch, length, vocabulary]`` tensor ever
-exists and memory does not grow with the number of tokens.
+The ``linear_*`` losses take hidden states and head weights instead of logits. They visit the tokens in chunks and
+compute the gradient of a chunk while its logits are still there (``linear_token_losses`` computes them again), so no
+``[batch, length, vocabulary]`` tensor ever exists and memory does not grow with the number of tokens.
 
 **One counting rule.** A position counts if it has a target: its next token's label is not -100 (`shift_targets`). Pads
 never have one. A loss is the sum over counting positions divided by ``num_items``: the number of counting positions of
@@ -26,6 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 # Elements of one chunk of logits: 64 MiB in float32, large enough for full-speed matrix products.
@@ -323,6 +325,35 @@ def linear_cross_entropy(
     chunk_size = chunk_size or default_chunk_size(head.shape[0])
     total = _ChunkedHead.apply(rows, head, chunk_loss, chunk_size, torch.is_grad_enabled())
     return total / _denominator(rows.shape[0], num_items)
+
+
+def linear_token_losses(
+    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, *, chunk_size: int | None = None
+) -> torch.Tensor:
+    """Compute the cross-entropy of every token from hidden states, without ever holding all logits.
+
+    For losses that weigh tokens by something that is trained too. The backward pass computes the logits of a chunk a
+    second time.
+
+    Args:
+        hidden (`torch.Tensor` of shape `[..., hidden]`): Last hidden states after the final norm.
+        head (`torch.Tensor` of shape `[vocabulary, hidden]`): Weight of the head.
+        targets (`torch.Tensor` of shape `[...]`): The token each position must predict, -100 for none.
+        chunk_size (`int`, *optional*): Tokens a chunk. Default: about 2^24 logits a chunk.
+
+    Returns:
+        `torch.Tensor` of shape `[...]`, at least float32: in nats, 0 where there is no target.
+    """
+
+    def of_chunk(rows: torch.Tensor, head: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(_promote(rows @ head.t()), wanted, reduction="none")
+
+    mask = targets != IGNORE
+    chunk_size = chunk_size or default_chunk_size(head.shape[0])
+    pairs = zip(hidden[mask].split(chunk_size), targets[mask].split(chunk_size), strict=True)
+    parts = [checkpoint(of_chunk, rows, head, wanted, use_reentrant=False) for rows, wanted in pairs]
+    losses = hidden.new_zeros(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return losses.masked_scatter(mask, torch.cat(parts))
 
 
 def loop_weights(

@@ -106,10 +106,10 @@ class Recipe:
         for name, (config, _) in STAGE_CLASSES.items():
             part = getattr(self, name)
             if part is not None:
-                _check_keys(name, part, [*_names(config), "data"])
+                check_keys(name, part, [*_names(config), "data"])
         if self.select is not None:
-            _check_keys("select", self.select, _names(SelectSettings))
-        _check_keys("evaluate", self.evaluate, _names(EvaluateSettings))
+            check_keys("select", self.select, _names(SelectSettings))
+        check_keys("evaluate", self.evaluate, _names(EvaluateSettings))
         if self.align is None and (self.distill is not None or self.extend is not None):
             raise ValueError("A recipe with `distill` or `extend` needs `align`: the new mixers start untrained.")
         if self.distill is None and self.extend is not None:
@@ -118,7 +118,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "Recipe":
         """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
-        _check_keys(source, values, _names(cls))
+        check_keys(source, values, _names(cls))
         if "teacher" not in values:
             raise ValueError(f"{source}: the key `teacher` is missing.")
         return cls(**values)
@@ -126,10 +126,19 @@ class Recipe:
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Recipe":
         """Read a recipe from a YAML file."""
-        values = _numbers(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: a recipe is a mapping of keys, got {type(values).__name__}.")
-        return cls.from_dict(values, str(path))
+        return cls.from_dict(read_recipe(path), str(path))
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """Read the keys and values of a YAML file; `1e-4` is a number.
+
+    Raises:
+        ValueError: The file is not a mapping.
+    """
+    values = _numbers(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a recipe is a mapping of keys, got {type(values).__name__}.")
+    return values
 
 
 def _numbers(value: Any) -> Any:
@@ -146,7 +155,8 @@ def _names(kind: type) -> list[str]:
     return [entry.name for entry in dataclasses.fields(kind)]
 
 
-def _check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
+def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
+    """Raise `ValueError` for keys that are not known; the text lists those that are."""
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")

@@ -1,7 +1,7 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""What the three training stages share: settings, trainer, checkpoints, and the record that ties them together.
+"""What all training stages share: settings, trainer, checkpoints, and the record that ties them together.
 
-A stage is a `StageModule`: it holds the student, and its `forward` maps a batch to a loss. Everything else is
+A stage is a `StageModule`: it holds the model that learns, the student, and its `forward` maps a batch to a loss. Everything else is
 `transformers.Trainer`. As the loss is computed inside the wrapped module's forward, data parallel training sees every
 gradient, and the loss, divided by `num_items_in_batch`, does not depend on how a step is cut.
 
@@ -23,7 +23,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from loopergy.configuration.configuration_lt2 import LT2Config
@@ -53,15 +61,16 @@ class StageError(ValueError):
     """Raised when a stage is started from something that is not the stage before it."""
 
 
-def config_hash(config: LT2Config) -> str:
+def config_hash(config: PreTrainedConfig) -> str:
     """Return 16 hexadecimal digits that change whenever the architecture does, the kept layers included."""
     fields = {key: value for key, value in config.to_dict().items() if key not in _NOT_HASHED}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def kept_layers(config: LT2Config) -> list[int]:
-    """Return the physical layers with full attention, in all loops."""
-    return [layer for layer, mixer in enumerate(config.layer_mixers) if mixer == "full"]
+def kept_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the physical layers with full attention, in all loops; all layers of a model that has no other mixer."""
+    mixers = getattr(config, "layer_mixers", None) or ["full"] * config.num_hidden_layers
+    return [layer for layer, mixer in enumerate(mixers) if mixer == "full"]
 
 
 def indexer_parameters(student: LT2ForCausalLM) -> Iterator[torch.nn.Parameter]:
@@ -77,7 +86,8 @@ class StageRecord:
     """What a finished stage leaves beside its weights.
 
     Args:
-        stage (`str`): `"convert"`, `"align"`, `"select"`, `"distill"` or `"extend"`.
+        stage (`str`): `"pretrain"` or `"gate"` for a teacher of our own; `"convert"`, `"align"`, `"select"`, `"distill"`
+            or `"extend"`.
         kept_layers (`list[int]`): Physical layers with full attention.
         config_hash (`str`): `config_hash` of the student.
         tokens_seen (`int`, defaults to 0): Tokens this stage trained on.
@@ -93,7 +103,7 @@ class StageRecord:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stage: str, config: LT2Config, parent: "StageRecord | None" = None, **fields: Any) -> "StageRecord":
+    def of(cls, stage: str, config: PreTrainedConfig, parent: "StageRecord | None" = None, **fields: Any) -> "StageRecord":
         """Describe a student as it is now."""
         ancestor = asdict(parent) if parent is not None else None
         return cls(stage, kept_layers(config), config_hash(config), parent=ancestor, **fields)
@@ -189,6 +199,8 @@ class StageConfig(TrainingArguments):
     )
 
     def __post_init__(self):
+        # transformers asks for this word before it trains in bfloat16 on a CPU.
+        self.use_cpu = self.use_cpu or (bool(self.bf16) and not torch.accelerator.is_available())
         super().__post_init__()
         # Pinned memory without an accelerator is a warning and nothing else.
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
@@ -217,12 +229,11 @@ class StageModule(nn.Module):
     loss_type = "ForCausalLM"
     accepts_loss_kwargs = True
 
-    # What accelerate shards as one unit.
-    _no_split_modules = LT2ForCausalLM._no_split_modules
-
     def __init__(self, student: LT2ForCausalLM, teacher: PreTrainedModel | None = None):
         super().__init__()
         self.student = student
+        # What accelerate shards as one unit.
+        self._no_split_modules = student._no_split_modules
         self._outside = (teacher,)
 
     @property
@@ -299,7 +310,7 @@ class StageTrainer(Trainer):
         previous: StageRecord | str | Path | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ):
-        student = model if isinstance(model, nn.Module) else LT2ForCausalLM.from_pretrained(str(model))
+        student: Any = model if isinstance(model, nn.Module) else AutoModelForCausalLM.from_pretrained(str(model))
         if previous is None:
             previous = StageRecord.load(student.name_or_path) if student.name_or_path else None
         elif not isinstance(previous, StageRecord):
@@ -385,7 +396,7 @@ class StageTrainer(Trainer):
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        pair: Any = LT2ForCausalLM.from_pretrained(
+        pair: Any = type(self.student).from_pretrained(
             resume_from_checkpoint, dtype=self.student.dtype, output_loading_info=True
         )
         loaded, info = pair

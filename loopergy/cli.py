@@ -14,7 +14,8 @@ import typer
 
 import loopergy
 from loopergy.cli_evaluation import card, evaluate
-from loopergy.cli_options import Fields, Settings, example, print_fields, settings
+from loopergy.cli_options import Fields, Settings, example, print_fields, settings, with_settings
+from loopergy.cli_pretrain import pretrain
 from loopergy.cli_recipes import recipes
 from loopergy.cli_tasks import task_app
 
@@ -268,18 +269,11 @@ def run(
     from loopergy.distill.recipe import Recipe, RecipeRun
     from loopergy.recipes import find_recipe
 
-    values = vars(Recipe.from_yaml(find_recipe(recipe)))
-    for key, value in settings(option).items():
-        part, dot, name = key.partition(".")
-        if not dot:
-            values[key] = value
-        elif isinstance(values.get(part) or {}, dict):
-            values[part] = {**(values.get(part) or {}), name: value}
-        else:
-            raise ValueError(f"--set {key}: the recipe's {part!r} has no parts; give --set {part}=...")
+    values = with_settings(vars(Recipe.from_yaml(find_recipe(recipe))), settings(option))
     run_and_report(RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=show_stage))
 
 
+app.command(epilog=example("loopergy pretrain ouro-10m -o runs/ouro-10m --set pretrain.target_tokens=100_000"))(pretrain)
 app.command(epilog=example("loopergy recipes accelerate/ddp"))(recipes)
 
 

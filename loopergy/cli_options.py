@@ -56,3 +56,21 @@ def print_fields(kind: type) -> None:
         typer.echo(f"{field.name} = {field.default!r}\n    {field.metadata.get('help', '')}")
     if trains:
         typer.echo("... and every field of transformers.TrainingArguments.")
+
+
+def with_settings(values: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:
+    """Put `KEY=VALUE` and `PART.KEY=VALUE` pairs over a recipe's values.
+
+    Raises:
+        ValueError: For a key below a part that has no keys.
+    """
+    values = dict(values)
+    for key, value in pairs.items():
+        part, dot, name = key.partition(".")
+        if not dot:
+            values[key] = value
+        elif isinstance(values.get(part) or {}, dict):
+            values[part] = {**(values.get(part) or {}), name: value}
+        else:
+            raise ValueError(f"--set {key}: the recipe's {part!r} has no parts; give --set {part}=...")
+    return values

@@ -26,26 +26,15 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-    set_seed,
-)
+from transformers import AutoTokenizer, PreTrainedModel, pipeline, set_seed
 
-from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion.folders import new_folder
-from loopergy.distill.data import LanguageModelCollator, PackedDataset, offline_documents
-from loopergy.distill.losses import linear_cross_entropy
 from loopergy.distill.recipe import Recipe, RecipeRun
 from loopergy.distill.report import Report, measure_decoding
-from loopergy.distill.stage import StageModule, StageRecord, batch_targets
-from loopergy.distill.teacher import head_weight, loop_states, resolve_teacher, resolve_tokenizer, smollm2_file
+from loopergy.distill.stage import StageRecord
+from loopergy.distill.teacher import resolve_teacher, resolve_tokenizer, smollm2_file
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
-from loopergy.modeling.modeling_ouro import OuroForCausalLM
+from loopergy.pretraining import PretrainRecipe, pretrain
 
 TEACHERS = ("auto", "smollm2", "ouro-tiny")
 _CONTEXTS = {"smollm2": (256, 512, 1024, 2048), "ouro-tiny": (256, 1024, 4096, 8192)}
@@ -54,10 +43,6 @@ _PROMPTS = {
     "smollm2": ("The capital of France is", "Photosynthesis is the process by which plants"),
     "ouro-tiny": ("This method is called to", "If the object is"),
 }
-_CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _SAME_IN_PYTHON = {
     "convert": "student = loopergy.convert(teacher, keep_layers=[]).model",
     "align": "AlignTrainer(student, teacher, AlignConfig(target_tokens=...), data).train()",
@@ -73,6 +58,12 @@ def demo_recipe(kind: str) -> Recipe:
         return Recipe.from_yaml(file)
 
 
+def teacher_recipe() -> PretrainRecipe:
+    """Read the recipe of the tiny Ouro, `recipes/ouro-tiny.yaml`."""
+    with as_file(files("loopergy.recipes") / "ouro-tiny.yaml") as file:
+        return PretrainRecipe.from_yaml(file)
+
+
 def choose_teacher(teacher: str) -> str:
     """Resolve `"auto"`: SmolLM2 where its package and a GGUF reader are installed, else the tiny Ouro."""
     if teacher not in TEACHERS:
@@ -80,110 +71,6 @@ def choose_teacher(teacher: str) -> str:
     if teacher != "auto":
         return teacher
     return "smollm2" if smollm2_file() is not None and find_spec("gguf") is not None else "ouro-tiny"
-
-
-def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with Ouro's special tokens at Ouro's ids 0, 1 and 2.
-
-    Args:
-        documents (`list[str]`): Text.
-        vocab_size (`int`): Number of tokens.
-
-    Returns:
-        `PreTrainedTokenizerFast`: With a ChatML template.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
-    fast.chat_template = _CHAT_TEMPLATE
-    return fast
-
-
-class PretrainModule(StageModule):
-    """Cross-entropy of a looped model, averaged over its loops, so that every loop says something."""
-
-    def forward(
-        self, input_ids: torch.Tensor, num_items_in_batch: Any = None, **batch: Any
-    ) -> dict[str, torch.Tensor]:
-        """Return the loss of a batch."""
-        batch = {"input_ids": input_ids, **batch}
-        targets, head = batch_targets(batch), head_weight(self.student)
-        losses = [
-            linear_cross_entropy(state, head, targets, num_items=num_items_in_batch)
-            for state in loop_states(self.student, batch)
-        ]
-        return {"loss": torch.stack(losses).mean()}
-
-
-def make_tiny_ouro(vocab_size: int) -> OuroForCausalLM:
-    """Return an untrained Ouro of 4 layers and 4 loops that learns within minutes.
-
-    A normed branch adds a vector of size 1 to the stream 32 times, and would drown small embeddings: embeddings start
-    at standard deviation 1, the norms after attention and MLP at 0.35.
-    """
-    config = OuroConfig.from_preset(
-        "tiny",
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        num_loops=4,
-        max_position_embeddings=16384,
-        initializer_range=0.06,
-    )
-    model = OuroForCausalLM(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.normal_(0.0, 1.0)
-        for layer in model.model.layers:
-            layer.input_layernorm_2.weight.fill_(0.35)  # type: ignore[union-attr, operator]
-            layer.post_attention_layernorm_2.weight.fill_(0.35)  # type: ignore[union-attr, operator]
-    return model
-
-
-def train_tiny_ouro(folder: Path, steps: int = 240) -> None:
-    """Train a small Ouro with four loops on Python's language reference and save it with its tokenizer.
-
-    Args:
-        folder (`Path`): Where to; it appears whole or not at all.
-        steps (`int`, defaults to 240): Steps of 8 rows of 128 tokens.
-    """
-    tokenizer = train_tokenizer(offline_documents("prose"), 512)
-    model = make_tiny_ouro(len(tokenizer))
-    data = PackedDataset("offline:prose", tokenizer, 128)
-    with new_folder(folder, overwrite=True) as unfinished:
-        args = TrainingArguments(
-            output_dir=str(unfinished / "run"),
-            max_steps=steps,
-            per_device_train_batch_size=8,
-            learning_rate=3e-3,
-            lr_scheduler_type="cosine",
-            warmup_steps=0.1,
-            weight_decay=0.1,
-            adam_beta2=0.95,
-            logging_steps=20,
-            save_strategy="no",
-            report_to="none",
-            remove_unused_columns=False,
-            dataloader_pin_memory=torch.cuda.is_available(),
-        )
-        module = PretrainModule(model)  # type: ignore[arg-type]
-        Trainer(model=module, args=args, train_dataset=data, data_collator=LanguageModelCollator(0)).train()
-        shutil.rmtree(unfinished / "run", ignore_errors=True)
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
 
 
 def write(model: PreTrainedModel, tokenizer: Any, prompts: tuple[str, ...]) -> list[str]:
@@ -264,10 +151,9 @@ def run_demo(teacher: str = "auto", output: str | Path = "demo") -> Report:
         model, tokenizer = resolve_teacher("smollm2", dtype=torch.float32), resolve_tokenizer("smollm2")
     else:
         console.print("[bold]teacher[/bold]  a tiny Ouro, 4 layers in 4 loops, trained on Python's documentation")
-        if not (folder / "teacher" / "config.json").is_file():
-            train_tiny_ouro(folder / "teacher")
-        model = resolve_teacher(folder / "teacher")
-        tokenizer = AutoTokenizer.from_pretrained(str(folder / "teacher"))
+        trained = pretrain(teacher_recipe(), folder / "teacher")
+        model = resolve_teacher(trained)
+        tokenizer = AutoTokenizer.from_pretrained(str(trained))
     run = RecipeRun(demo_recipe(kind), folder, model, tokenizer, _narrator(console))
     report = run.run()
     report.title = f"{_TITLES[kind]}, made a linear-time hybrid"

@@ -11,20 +11,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopergy
-from loopergy.demo import train_tiny_ouro
 from loopergy.describe import model_cost
 from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import prepare_student
 from loopergy.distill.pictures import draw_quality
 from loopergy.distill.report import HeldOut, evaluate_heldout
 from loopergy.distill.select import select_layers
+from loopergy.pretraining import PretrainRecipe, pretrain
+from loopergy.recipes import find_recipe
 
-TEACHER_STEPS, ALIGN_STEPS, DISTILL_STEPS, HELD_OUT_TOKENS = 240, 60, 60, 8192
+TEACHER_TOKENS, ALIGN_STEPS, DISTILL_STEPS, HELD_OUT_TOKENS = 245_760, 60, 60, 8192
 torch.manual_seed(0)
 
-train_tiny_ouro("runs/teacher", steps=TEACHER_STEPS)
-teacher = AutoModelForCausalLM.from_pretrained("runs/teacher").eval()
-tokenizer = AutoTokenizer.from_pretrained("runs/teacher")
+recipe = PretrainRecipe.from_yaml(find_recipe("ouro-tiny"))
+recipe.pretrain["target_tokens"] = TEACHER_TOKENS
+folder = pretrain(recipe, "runs/teacher")
+teacher = AutoModelForCausalLM.from_pretrained(folder).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
 text = PackedDataset("offline:prose", tokenizer, length=128)
 rows = {"length": 128, "batch_size": 8}
 unseen = HeldOut.of(teacher, held_out_batches("offline:prose", tokenizer, num_tokens=HELD_OUT_TOKENS, **rows))

@@ -19,6 +19,7 @@ from functools import cached_property
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from loopergy.distill.data import Split as TextSplit
 from loopergy.tasks.task import Accuracy, Answer, Example, ExampleTask, Split, answer_accuracy
 from loopergy.tasks.text import read_text
 from loopergy.tasks.vocabulary import character_tokenizer
@@ -42,6 +43,7 @@ class Needle(ExampleTask):
         lengths (sequence of `int`, *optional*): Lengths to evaluate at; `length` alone by default.
         depths (sequence of `float`): Depths to evaluate at.
         source (`str`, defaults to `"offline:prose"`): The haystack, what `loopergy.tasks.text.read_text` reads.
+        split (`str`, defaults to `"all"`): `"train"` or `"held_out"` for the haystack's documents of that side alone.
         digits (`int`, defaults to 5): Digits of the number.
         vocabulary (`PreTrainedTokenizerBase`, *optional*): The model's tokenizer; one token a character by default.
 
@@ -54,6 +56,7 @@ class Needle(ExampleTask):
     lengths: Sequence[int] | None = None
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
     source: str = "offline:prose"
+    split: TextSplit = "all"
     digits: int = 5
     vocabulary: PreTrainedTokenizerBase | None = field(default=None, repr=False)
 
@@ -81,7 +84,7 @@ class Needle(ExampleTask):
 
     @cached_property
     def _text(self) -> str:
-        return read_text(self.source, 2_000_000)
+        return read_text(self.source, 2_000_000, self.split)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -11,10 +11,10 @@ Source: Zoology, arXiv 2312.04927, section 4, with each answer written after its
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from loopergy.tasks.task import Answer, Example, ExampleTask
 from loopergy.tasks.vocabulary import word_tokenizer
@@ -29,9 +29,12 @@ class Recall(ExampleTask):
         num_queries (`int`, *optional*): Pairs that are asked, each at most once; all by default.
         length (`int`, defaults to 64): Tokens in a sequence, fillers included.
         num_keys, num_values (`int`, default to 64): Keys and values in the vocabulary.
+        vocabulary (`PreTrainedTokenizerBase`, *optional*): The model's tokenizer: keys and values are then words of
+            its own, each one token. Its own small vocabulary by default.
 
     Raises:
-        ValueError: More pairs than keys, more queries than pairs, or a sequence too short for both.
+        ValueError: More pairs than keys, more queries than pairs, a sequence too short for both, or a tokenizer with
+            too few words.
     """
 
     num_pairs: int = 8
@@ -39,6 +42,7 @@ class Recall(ExampleTask):
     length: int = 64
     num_keys: int = 64
     num_values: int = 64
+    vocabulary: PreTrainedTokenizerBase | None = field(default=None, repr=False)
 
     name = "recall"
 
@@ -56,14 +60,38 @@ class Recall(ExampleTask):
         if self.length < needed:
             raise ValueError(f"`length` must be at least {needed} for these pairs and queries, got {self.length}.")
 
+        if self.vocabulary is not None and len(self._words) < self.num_keys + self.num_values:
+            raise ValueError(
+                f"The tokenizer has {len(self._words)} words of three letters and more that are one token, but "
+                f"{self.num_keys} keys and {self.num_values} values are asked for."
+            )
+
+    @cached_property
+    def _words(self) -> list[int]:
+        """The tokens of the model's tokenizer that are a word with a space before it, in the order of their ids."""
+        vocabulary = self.vocabulary.get_vocab() if self.vocabulary is not None else {}
+        return sorted(
+            index for word, index in vocabulary.items() if word[:1] in "Ġ▁" and len(word) > 3 and word[1:].isalpha()
+        )
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        """Token ids of the filler, the keys, then the values."""
+        names = self.num_keys + self.num_values
+        if self.vocabulary is None:
+            return list(range(1 + names))
+        return [self.vocabulary.convert_tokens_to_ids("."), *self._words[:names]]  # type: ignore[list-item]
+
     @property
     def chance(self) -> float:
         """A guess among all values."""
         return 1 / self.num_values
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The filler `.`, then the keys `k0`, `k1`, ..., then the values `v0`, `v1`, ..."""
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, or the filler `.`, then the keys `k0`, `k1`, ..., then the values `v0`, `v1`, ..."""
+        if self.vocabulary is not None:
+            return self.vocabulary
         keys, values = (f"k{i}" for i in range(self.num_keys)), (f"v{i}" for i in range(self.num_values))
         return word_tokenizer([".", *keys, *values])
 
@@ -74,8 +102,8 @@ class Recall(ExampleTask):
 
     def example(self, rng: random.Random) -> Example:
         """Draw one sequence; its answers are grouped by how many tokens ago the pair was, in powers of two."""
-        keys = [1 + key for key in rng.sample(range(self.num_keys), self.num_pairs)]
-        values = [1 + self.num_keys + rng.randrange(self.num_values) for _ in keys]
+        keys = [self._ids[1 + key] for key in rng.sample(range(self.num_keys), self.num_pairs)]
+        values = [self._ids[1 + self.num_keys + rng.randrange(self.num_values)] for _ in keys]
         ids = [token for pair in zip(keys, values, strict=True) for token in pair]
         asked = rng.sample(range(self.num_pairs), self.num_queries or self.num_pairs)
         fillers = self.length - len(ids) - 2 * len(asked)
@@ -84,7 +112,7 @@ class Recall(ExampleTask):
         answers, queue = [], iter(asked)
         for place in range(fillers + len(asked)):
             if place not in places:
-                ids.append(0)
+                ids.append(self._ids[0])
                 continue
             pair = next(queue)
             ago = (len(ids) - 2 * pair - 1).bit_length()

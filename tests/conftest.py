@@ -61,6 +61,6 @@ def topics() -> list[str]:
 @pytest.fixture(scope="session")
 def topics_tokenizer(topics):
     """Train a byte-level BPE of 1,024 tokens on the topics, with Ouro's special tokens at Ouro's ids 0, 1 and 2."""
-    from loopergy.demo import train_tokenizer
+    from loopergy.pretraining import train_tokenizer
 
     return train_tokenizer(topics, 1024)

@@ -33,7 +33,7 @@ def tiny_ouro(tmp_path_factory, topics_tokenizer):
 
 def test_all_verbs_of_this_version_are_there():
     verbs = {"convert", "align", "select", "distill", "extend", "run", "generate", "demo", "info"}
-    verbs |= {"trace", "eval", "card", "export", "push", "task", "serve", "recipes"}
+    verbs |= {"trace", "eval", "card", "export", "push", "task", "serve", "recipes", "pretrain"}
     assert set(GROUP.commands) == verbs
 
 

@@ -1,0 +1,35 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""The verb `loopergy pretrain`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loopergy.cli_options import Settings, settings, with_settings
+
+
+def pretrain(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, or the name of one that `loopergy recipes` lists.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run: one subfolder a stage.")],
+    option: Settings = None,
+) -> None:
+    """Train a small Ouro from nothing: tokenizer, Ouro's own objective, exit gate; what was interrupted goes on."""
+    from loopergy.pretraining import PretrainRecipe, PretrainRun
+    from loopergy.recipes import find_recipe
+
+    values = with_settings(vars(PretrainRecipe.from_yaml(find_recipe(recipe))), settings(option))
+    job = PretrainRun(PretrainRecipe.from_dict(values, str(recipe)), output, on_stage=_show)
+    job.run()
+    if job.is_main:
+        typer.echo(f"model: {job.model_folder()}")
+
+
+def _show(name: str, record: Any) -> None:
+    heldout = record.metrics["heldout"]
+    perplexity = ", ".join(f"{value:.1f}" for value in heldout["loop_perplexity"])
+    accuracy = "".join(f", {task} {value:.2f}" for task, value in record.metrics["tasks"].items())
+    typer.echo(
+        f"{name:<8}  {record.tokens_seen:>12,} tokens  {record.metrics['seconds']:>8,.0f} s  held-out perplexity by "
+        f"loop {perplexity}, mean exit after loop {heldout['mean_exit']:.2f}{accuracy}"
+    )

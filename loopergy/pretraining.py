@@ -1,0 +1,336 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Train a small Ouro from nothing, from one YAML file: tokenizer, pre-training, exit gate, each resumable.
+
+```yaml
+data: offline
+tokenizer: {vocab_size: 4096}
+model: {hidden_size: 256, num_hidden_layers: 8, num_loops: 4}
+tasks:
+  - {task: recall, share: 0.1, length: 64}
+pretrain: {target_tokens: 2_000_000, length: 512}
+gate: {target_tokens: 50_000, length: 512}
+```
+
+A recipe that is run again skips the stages whose folder has a `stage.json` and resumes the one that was interrupted.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, set_seed
+
+from loopergy.configuration.configuration_ouro import OuroConfig
+from loopergy.distill.data import PackedDataset, held_out_batches, load_documents
+from loopergy.distill.pictures import draw_losses, to_svg
+from loopergy.distill.pretrain import GateConfig, GateTrainer, PretrainConfig, PretrainTrainer, evaluate_loops
+from loopergy.distill.processes import join_processes, shared_folder, whole
+from loopergy.distill.recipe import EvaluateSettings, check_keys, read_recipe
+from loopergy.distill.report import loss_curve
+from loopergy.distill.stage import STAGE_FILE, StageError, StageRecord, StageTrainer
+from loopergy.modeling.modeling_ouro import OuroForCausalLM
+from loopergy.tasks.catalog import make_task, task_options
+from loopergy.tasks.mixture import TaskShare, TextAndTasks
+from loopergy.tasks.task import ExampleTask
+
+STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
+REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
+_SHARE_KEYS = ("task", "share", "whole_rows")
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with Ouro's special tokens at Ouro's ids 0, 1 and 2.
+
+    Args:
+        documents (`list[str]`): Text.
+        vocab_size (`int`): Number of tokens.
+
+    Returns:
+        `PreTrainedTokenizerFast`: With a ChatML template.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
+    fast.chat_template = _CHAT_TEMPLATE
+    return fast
+
+
+@dataclass
+class Start:
+    """How the weights begin, where a small model on a small budget wants other than Ouro's own scales.
+
+    A normed branch adds a vector of the size of its norm's weight to the stream, twice a layer in every loop, and
+    drowns embeddings of standard deviation `initializer_range`. Larger embeddings and smaller branches let a small
+    model learn within minutes.
+
+    Args:
+        embedding_std (`float`): Standard deviation of the embeddings.
+        branch_scale (`float`): Weight of the norms behind attention and MLP.
+    """
+
+    embedding_std: float = field(default=1.0, metadata={"help": "Standard deviation of the embeddings."})
+    branch_scale: float = field(default=0.35, metadata={"help": "Weight of the norms behind attention and MLP."})
+
+    @torch.no_grad()
+    def apply(self, model: OuroForCausalLM) -> None:
+        """Set the weights of a fresh model."""
+        model.model.embed_tokens.weight.normal_(0.0, self.embedding_std)
+        for layer in model.model.layers:
+            layer.input_layernorm_2.weight.fill_(self.branch_scale)  # type: ignore[union-attr, operator]
+            layer.post_attention_layernorm_2.weight.fill_(self.branch_scale)  # type: ignore[union-attr, operator]
+
+
+@dataclass
+class PretrainRecipe:
+    """What to train on what.
+
+    Args:
+        pretrain (`dict`): Fields of `PretrainConfig`.
+        data (`str`, defaults to `"offline"`): Source of text, see `loopergy.distill.data`.
+        tokenizer (`dict` or `str`): `{vocab_size: 4096}` trains one on the data; else a folder or Hub id.
+        model (`dict`): Fields of `OuroConfig` over its smallest preset; the vocabulary comes from the tokenizer.
+        start (`dict`, *optional*): Fields of [`Start`]; Ouro's own initialisation without it.
+        tasks (`list[dict]`): `task` and `share` of the rows, `whole_rows`, and options of the task, see
+            [`TextAndTasks`]. After training the accuracy on each is measured.
+        gate (`dict`, *optional*): Fields of `GateConfig`; the gate is not trained alone without it.
+        evaluate (`dict`): `num_tokens`, `length` and `batch_size` of the held-out text.
+        seed (`int`, defaults to 0): Of initialisation and data order.
+
+    Raises:
+        ValueError: An unknown key, anywhere.
+    """
+
+    pretrain: dict[str, Any]
+    data: str = "offline"
+    tokenizer: dict[str, int] | str = field(default_factory=lambda: {"vocab_size": 4096})
+    model: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, float] | None = None
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    gate: dict[str, Any] | None = None
+    evaluate: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self):
+        check_keys("pretrain", self.pretrain, _fields(PretrainConfig))
+        check_keys("gate", self.gate or {}, _fields(GateConfig))
+        check_keys("start", self.start or {}, _fields(Start))
+        check_keys("evaluate", self.evaluate, _fields(EvaluateSettings))
+        if isinstance(self.tokenizer, Mapping):
+            check_keys("tokenizer", self.tokenizer, ["vocab_size"])
+        for entry in self.tasks:
+            if "task" not in entry or "share" not in entry:
+                raise ValueError(f"tasks: every entry needs `task` and `share`, got {sorted(entry)}.")
+            check_keys(f"tasks, {entry['task']}", entry, [*_SHARE_KEYS, *task_options(entry["task"])])
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "PretrainRecipe":
+        """Read a recipe from a YAML file."""
+        return cls.from_dict(read_recipe(path), str(path))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "PretrainRecipe":
+        """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
+        check_keys(source, values, _fields(cls))
+        if "pretrain" not in values:
+            raise ValueError(f"{source}: the key `pretrain` is missing. (Recipes with a `teacher` are for `loopergy run`.)")
+        return cls(**values)
+
+
+def _fields(kind: type) -> list[str]:
+    return [entry.name for entry in dataclasses.fields(kind)]
+
+
+class PretrainRun:
+    """Carry out a recipe in a folder.
+
+    | below `output_dir`    | what                                                                          |
+    |-----------------------|-------------------------------------------------------------------------------|
+    | `tokenizer`           | the tokenizer, if it was trained here                                         |
+    | `pretrain`, `gate`    | the finished stages: model, tokenizer, `stage.json`                           |
+    | `checkpoints`         | the stage that is running                                                     |
+    | `pretraining.json`    | held-out perplexity of each loop, exit shares, accuracy on the tasks, by stage |
+    | `pretraining.svg`     | the learning curves                                                           |
+
+    Args:
+        recipe (`PretrainRecipe`): What to do.
+        output_dir (`str` or `Path`): Where.
+        on_stage (callable, *optional*): Called with name and record of every stage that is done, by the main process.
+    """
+
+    def __init__(
+        self,
+        recipe: PretrainRecipe,
+        output_dir: str | Path,
+        on_stage: Callable[[str, StageRecord], None] = lambda name, record: None,
+    ):
+        self.recipe, self.folder, self.on_stage = recipe, Path(output_dir), on_stage
+        self.processes = join_processes()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = self._tokenizer()
+        self.tasks = [self._task_share(entry) for entry in recipe.tasks]
+        settings = EvaluateSettings(**recipe.evaluate)
+        self.held_out = held_out_batches(
+            recipe.data,
+            self.tokenizer,
+            length=settings.length,
+            num_tokens=settings.num_tokens,
+            batch_size=settings.batch_size,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return self.processes.is_main_process
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        asked = self.recipe.tokenizer
+        if isinstance(asked, str):
+            return AutoTokenizer.from_pretrained(asked)
+        folder = self.folder / "tokenizer"
+        if not (folder / "tokenizer_config.json").is_file():
+            documents = load_documents(self.recipe.data)
+            if not isinstance(documents, list):
+                raise ValueError("A tokenizer is trained on documents at hand, not on a stream: name one to load.")
+            trained = train_tokenizer(documents, asked["vocab_size"])
+            with shared_folder(folder) as unfinished:
+                if unfinished is not None:
+                    trained.save_pretrained(unfinished)
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    def _task_share(self, entry: Mapping[str, Any]) -> TaskShare:
+        options = {name: value for name, value in entry.items() if name not in _SHARE_KEYS}
+        task = make_task(entry["task"], vocabulary=self.tokenizer, **options)
+        assert isinstance(task, ExampleTask)
+        return TaskShare(task, entry["share"], entry.get("whole_rows", False))
+
+    def run(self) -> dict[str, Any]:
+        """Run what is not done yet; return what `pretraining.json` holds."""
+        for name in STAGES:
+            settings = getattr(self.recipe, name)
+            if settings is None:
+                continue
+            record = self._finished(name, settings)
+            # None begins a stage before all have seen what is done.
+            self.processes.wait_for_everyone()
+            if record is None:
+                record = self._train(name, settings)
+            if self.is_main:
+                shutil.rmtree(self.folder / "checkpoints" / name, ignore_errors=True)
+                self.on_stage(name, record)
+        report = self.report()
+        if self.is_main:
+            _replace(self.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")
+            _replace(self.folder / CURVE_FILE, to_svg(draw_losses(report["losses"])))
+        return report
+
+    def model_folder(self) -> Path:
+        """Return the folder of the last finished stage."""
+        done = [name for name in STAGES if (self.folder / name / STAGE_FILE).is_file()]
+        if not done:
+            raise FileNotFoundError(f"No stage is finished in {self.folder}.")
+        return self.folder / done[-1]
+
+    def _finished(self, name: str, settings: dict[str, Any]) -> StageRecord | None:
+        record = StageRecord.load(self.folder / name)
+        wanted = json.loads(json.dumps(self._settings(settings)))
+        if record is not None and record.metrics.get("settings") != wanted:
+            raise StageError(
+                f"Stage {name!r} in {self.folder} was finished with other settings: {record.metrics.get('settings')}, "
+                f"the recipe has {wanted}. Remove that folder and those of later stages, or give another output."
+            )
+        return record
+
+    def _settings(self, stage: dict[str, Any]) -> dict[str, Any]:
+        """Return everything that a finished stage depends on."""
+        recipe = self.recipe
+        names = ("data", "tokenizer", "model", "start", "tasks", "seed")
+        return {**{name: getattr(recipe, name) for name in names}, "stage": stage}
+
+    def _new_model(self) -> OuroForCausalLM:
+        set_seed(self.recipe.seed)
+        model = OuroForCausalLM(OuroConfig.from_preset("tiny", **{"vocab_size": len(self.tokenizer), **self.recipe.model}))
+        if self.recipe.start is not None:
+            Start(**self.recipe.start).apply(model)
+        return model
+
+    def _train(self, name: str, settings: dict[str, Any]) -> StageRecord:
+        began = time.perf_counter()
+        config_class, trainer_class = STAGES[name]
+        folder = self.folder / "checkpoints" / name
+        args = config_class(output_dir=str(folder), **{"seed": self.recipe.seed, **settings})
+        seed = self.recipe.seed + list(STAGES).index(name)
+        data: Any = PackedDataset(self.recipe.data, self.tokenizer, args.length, seed=seed)
+        if self.tasks:
+            data = TextAndTasks(data, self.tasks, seed)
+        model = self._new_model() if name == "pretrain" else str(self.folder / "pretrain")
+        trainer: StageTrainer = trainer_class(model, None, args, data, processing_class=self.tokenizer)
+        trainer.train_or_resume()
+        student: Any = whole(trainer.student)
+        metrics: dict[str, Any] = {
+            "settings": self._settings(settings),
+            "seconds": round(time.perf_counter() - began, 2),
+            "heldout": evaluate_loops(student, self.held_out),
+        }
+        metrics["tasks"] = {
+            entry.task.name: entry.task.evaluate(student, "test", 200, 16).accuracy for entry in self.tasks
+        }
+        record = trainer.save_stage(self.folder / name, metrics)
+        # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
+        trainer.accelerator.free_memory()
+        del trainer
+        gc.collect()
+        return record
+
+    def report(self) -> dict[str, Any]:
+        """Collect the records of all finished stages."""
+        report: dict[str, Any] = {"stages": [], "losses": {}}
+        for name in STAGES:
+            record = StageRecord.load(self.folder / name)
+            if record is None:
+                continue
+            metrics = {key: record.metrics[key] for key in ("seconds", "heldout", "tasks")}
+            report["stages"].append({"stage": name, "tokens": record.tokens_seen, **metrics})
+            history = json.loads((self.folder / name / "log_history.json").read_text(encoding="utf-8"))
+            report["losses"][name] = loss_curve(history)
+        return report
+
+
+def _replace(file: Path, text: str) -> None:
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
+
+
+def pretrain(recipe: PretrainRecipe | str | Path, output_dir: str | Path) -> Path:
+    """Run the stages of a recipe that are not done yet, and return the folder of the model.
+
+    Args:
+        recipe (`PretrainRecipe`, `str` or `Path`): What to do, or its YAML file.
+        output_dir (`str` or `Path`): Gets one folder a stage; see [`PretrainRun`].
+    """
+    recipe = recipe if isinstance(recipe, PretrainRecipe) else PretrainRecipe.from_yaml(recipe)
+    job = PretrainRun(recipe, output_dir)
+    job.run()
+    return job.model_folder()

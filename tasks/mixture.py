@@ -1,0 +1,120 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""Text with some tasks in it, row by row, for a model that shall read and also remember.
+
+Which rows are tasks is drawn from the seed and the number of the row alone, so a run goes on at any row.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from loopergy.distill.data import PackedDataset
+from loopergy.distill.losses import IGNORE
+from loopergy.tasks.task import ExampleTask
+
+
+@dataclass
+class TaskShare:
+    """A task in a mixture.
+
+    Args:
+        task (`ExampleTask`): With the vocabulary of the text's tokenizer.
+        share (`float`): Share of all rows, between 0 and 1.
+        whole_rows (`bool`, defaults to `False`): Ask every token of an example and not its answers alone: right where
+            the rest of an example is text.
+    """
+
+    task: ExampleTask
+    share: float
+    whole_rows: bool = False
+
+
+class TextAndTasks(IterableDataset):
+    """Interleave packed text with rows of tasks; the same rows for the same arguments, from any row on.
+
+    A row of a task holds as many of its examples as fit, each a document of its own, and pads that ask nothing.
+    Items have `input_ids`, `labels` and `position_ids`, all `[length]`.
+
+    Args:
+        text (`PackedDataset`): Its documents must be kept separate.
+        tasks (sequence of `TaskShare`): Their shares sum to less than 1.
+        seed (`int`, defaults to 0): Which rows are tasks, and which examples.
+
+    Raises:
+        ValueError: Shares outside 0 to 1, examples longer than a row, or contiguous documents.
+    """
+
+    def __init__(self, text: PackedDataset, tasks: Sequence[TaskShare], seed: int = 0):
+        total = sum(entry.share for entry in tasks)
+        if any(entry.share <= 0 for entry in tasks) or total >= 1:
+            raise ValueError(
+                f"Shares must be above 0 and sum to less than 1, got {[entry.share for entry in tasks]}: the rest is text."
+            )
+        for entry in tasks:
+            if entry.task.row_length > text.length:
+                raise ValueError(
+                    f"An example of {entry.task.name!r} has {entry.task.row_length} tokens, a row {text.length}: give "
+                    f"the task a shorter `length`, or longer rows."
+                )
+        if not text.separate:
+            raise ValueError("The text must keep documents separate (`documents='separate'`), as the examples are.")
+        self.text, self.tasks, self.seed = text, list(tasks), seed
+        self._rows = 0
+
+    def _choice(self, row: int) -> TaskShare | None:
+        drawn = random.Random(f"{self.seed} {row}").random()
+        for entry in self.tasks:
+            if drawn < entry.share:
+                return entry
+            drawn -= entry.share
+        return None
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        text = iter(self.text)
+        for row in itertools.count(self._rows):
+            entry = self._choice(row)
+            if entry is not None:
+                yield self._task_row(entry, row)
+                continue
+            item = next(text, None)
+            if item is None:
+                return
+            yield item
+
+    def _task_row(self, entry: TaskShare, row: int) -> dict[str, torch.Tensor]:
+        length, size = self.text.length, entry.task.row_length
+        count = length // size
+        examples = [entry.task.draw("train", row * count + index, self.seed).row() for index in range(count)]
+        parts: dict[str, list[torch.Tensor]] = {
+            "input_ids": [example["input_ids"] for example in examples],
+            "labels": [example["input_ids" if entry.whole_rows else "labels"] for example in examples],
+            "position_ids": [torch.arange(size)] * count,
+        }
+        item = {name: torch.cat(values) for name, values in parts.items()}
+        pads = torch.arange(length - size * count)
+        fill = {"input_ids": torch.zeros_like(pads), "labels": torch.full_like(pads, IGNORE), "position_ids": pads}
+        item = {name: torch.cat([value, fill[name]]) for name, value in item.items()}
+        # The first token of a document is no target.
+        item["labels"] = item["labels"].masked_fill(item["position_ids"] == 0, IGNORE)
+        return item
+
+    def state_dict(self, rows: int | None = None) -> dict[str, Any]:
+        """Return where the row after the first `rows` rows begins, as [`PackedDataset`] does.
+
+        Args:
+            rows (`int`): Rows used so far, those before a resumed start included.
+        """
+        if rows is None:
+            raise ValueError("`rows` is needed: how many rows of the mixture were used.")
+        of_text = sum(self._choice(row) is None for row in range(rows))
+        return {"rows": rows, "text": self.text.state_dict(of_text)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration begin at the row that `state_dict` named."""
+        self.text.load_state_dict(state["text"])
+        self._rows = int(state["rows"])

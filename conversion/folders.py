@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Write a folder so that it is there whole or not at all, and find what lies beside a model's weights."""
+"""Write folders and files so that they are there whole or not at all, and find what lies beside a model's weights."""
 
 import os
 import shutil
@@ -58,6 +58,24 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
             os.replace(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def replace_file(file: str | Path, text: str) -> Path:
+    """Write a text file, in the place of an old one in one step; folders above it are made.
+
+    Args:
+        file (`str` or `Path`): Its name.
+        text (`str`): Its content, written as UTF-8.
+
+    Returns:
+        `Path`: The file.
+    """
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
+    return file
 
 
 def saved_tokenizer(source: str | Path) -> Any:

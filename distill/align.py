@@ -89,7 +89,7 @@ class _GivenGradients(torch.autograd.Function):
         return (None, None, *(g if g is None else g * grad_output.to(g.dtype) for g in gradients))
 
 
-class _MixerInputs:
+class MixerInputs:
     """Make, once a batch, what the student's mixers take beside the hidden state: masks, positions, borders."""
 
     def __init__(self, student: LT2ForCausalLM, batch: Mapping[str, Any]):
@@ -97,6 +97,7 @@ class _MixerInputs:
         self._made: tuple[dict, dict[str, Any]] | None = None
 
     def __call__(self, call: MixerCall) -> dict[str, Any]:
+        """Return the arguments for one visit, besides the state."""
         layer_type, window = self.config.visit(call.loop, call.layer)
         if self._made is None:
             mask, positions = self.batch.get("attention_mask"), self.batch.get("position_ids")
@@ -180,7 +181,7 @@ class AlignModule(StageModule):
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         mask = batch_targets({**batch, "labels": labels}) != IGNORE
         count = mask.sum() if num_items_in_batch is None else num_items_in_batch
-        mixer_inputs = _MixerInputs(self.student, batch)
+        mixer_inputs = MixerInputs(self.student, batch)
         trained = {layer: self._trained(layer) for layer in self.layers}
         with_gradient = torch.is_grad_enabled()
         gradients: dict[int, list[torch.Tensor | None]] = {}

@@ -221,7 +221,8 @@ class PackedDataset(IterableDataset):
             if not self.documents:
                 raise ValueError(f"Source {source!r} has no document in the split {split!r}.")
         self.tokenizer, self.length, self.separate = tokenizer, length, documents == "separate"
-        self.split, self.seed, self.repeat = split, seed, repeat
+        self.split: Split = split
+        self.seed, self.repeat = seed, repeat
         self.separator = separator_token(tokenizer)
         self._start = {"epoch": 0, "document": 0, "token": 0, "rows": 0}
         self._row_starts: deque[dict[str, int]] = deque(maxlen=_REMEMBERED_ROWS)
@@ -297,7 +298,7 @@ class PackedDataset(IterableDataset):
         """
         if rows is None:
             return dict(self._row_starts[-1]) if self._row_starts else dict(self._start)
-        for start in reversed(self._row_starts):
+        for start in reversed(self._row_starts or [self._start]):
             if start["rows"] == rows:
                 return dict(start)
         raise ValueError(
@@ -311,8 +312,6 @@ class PackedDataset(IterableDataset):
             raise ValueError(f"The data state lacks {sorted(missing)}; it has {sorted(state)}.")
         self._start = {key: int(state[key]) for key in self._start}
         self._row_starts.clear()
-
-
 
 
 @dataclass

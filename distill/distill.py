@@ -8,7 +8,8 @@ Teacher loop t teaches student loop t. The weights `w` start uniform over the lo
 
 The kept layers have the teacher's attention; everything else comes from stage 1. All parameters train but those of
 exit gate and indexers: the mixers (kept ones included) with `learning_rate`, the rest with `body_learning_rate`. The
-teacher's final pre-training rate is a good body rate; for Ouro that is about 1e-5.
+teacher's final pre-training rate is a good body rate; for Ouro that is about 1e-5. Less trains with the option `body`:
+see `body.py`.
 
 Source: second stage of LT2's conversion (arXiv 2605.20670); rates and full-vocabulary KL from arXiv 2512.20569.
 """
@@ -22,24 +23,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from loopergy.conversion import restore_layers
+from loopergy.distill.body import BodyConfig, BodyTrainer, prepare_body
 from loopergy.distill.losses import IGNORE, linear_kl, loop_weights
 from loopergy.distill.stage import (
-    StageConfig,
     StageError,
     StageModule,
     StageRecord,
-    StageTrainer,
     batch_targets,
     check_previous,
-    indexer_parameters,
     kept_layers,
 )
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
+from loopergy.distill.teacher_states import TeacherStates, write_teacher_states
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 
 @dataclass
-class DistillConfig(StageConfig):
+class DistillConfig(BodyConfig):
     """Settings of stage 2; the defaults are those of LT2's conversion (600M tokens, rows of 4096)."""
 
     length: int = field(default=4096, metadata={"help": "Tokens in a row of the packed data."})
@@ -64,6 +64,21 @@ class DistillConfig(StageConfig):
     anneal_frac: float = field(default=0.1, metadata={"help": "Share of the steps that move to the last loop."})
     final_mass: float = field(default=1.0, metadata={"help": "Weight of the last loop at the end."})
     ramp_frac: float = field(default=0.0, metadata={"help": "Share of the steps that grow from loop 1 to all loops."})
+    teacher_states: str | None = field(
+        default=None,
+        metadata={"help": "Folder with the teacher's states of this run's rows; what is missing is written first."},
+    )
+    teacher_states_dtype: str | None = field(
+        default=None, metadata={"help": "Write them in this dtype, such as bfloat16. None: the teacher's."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.teacher_states_dtype not in (None, "bfloat16", "float16", "float32", "float64"):
+            raise ValueError(
+                f"`teacher_states_dtype` must be bfloat16, float16, float32, float64 or None for the teacher's, got "
+                f"{self.teacher_states_dtype!r}."
+            )
 
     def schedule(self, progress: float, loops: int) -> list[float]:
         """Return the weight of each loop at this share of the steps."""
@@ -92,19 +107,27 @@ class DistillModule(StageModule):
     """Compute the per-loop KL of a batch; see the head of this file.
 
     Args:
-        student (`LT2ForCausalLM`): All of it trains but exit gate and indexers.
-        teacher (`PreTrainedModel`): Same number of loops.
+        student (`LT2ForCausalLM`): Trains as far as `args.body` says, see `prepare_body`.
+        teacher (`PreTrainedModel`, *optional*): Same number of loops. None: `states` stand for it.
         args (`DistillConfig`): Schedule and options of the KL.
+        states (`TeacherStates`, *optional*): The teacher's states of the rows to train on.
     """
 
-    def __init__(self, student: LT2ForCausalLM, teacher: PreTrainedModel, args: DistillConfig):
+    def __init__(
+        self,
+        student: LT2ForCausalLM,
+        teacher: PreTrainedModel | None,
+        args: DistillConfig,
+        states: TeacherStates | None = None,
+    ):
         super().__init__(student, teacher)
-        loops = num_loops(teacher)
+        self.states = states
+        loops = num_loops(self.teacher) if states is None else states.num_loops
         if student.config.num_loops != loops:
             raise ValueError(f"The student has {student.config.num_loops} loops, the teacher {loops}; use the same.")
         self.args = args
         args.schedule(0.0, loops)
-        freeze_unreached(student)
+        prepare_body(student, **args.body_options())
 
     def forward(
         self,
@@ -131,28 +154,32 @@ class DistillModule(StageModule):
         self.check_length(input_ids)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         mask = batch_targets({**batch, "labels": labels}) != IGNORE
-        with torch.no_grad():
-            teacher_states = loop_states(self.teacher, batch)
-        student_states = loop_states(self.student, batch)
-        weights = self.args.schedule(progress, len(teacher_states))
-        heads = head_weight(self.student), head_weight(self.teacher)
+        weights = self.args.schedule(progress, self.student.config.num_loops)
+        wanted, teacher_head = self._teacher_side(batch, [loop for loop, weight in enumerate(weights) if weight > 0])
+        student_states, head = loop_states(self.student, batch), head_weight(self.student)
+        options = {"mask": mask, "num_items": num_items_in_batch, **self.args.kl_options()}
         terms = [
-            weight * linear_kl(s, heads[0], t, heads[1], mask, num_items=num_items_in_batch, **self.args.kl_options())
-            for weight, s, t in zip(weights, student_states, teacher_states, strict=True)
-            if weight > 0
+            weights[loop] * linear_kl(student_states[loop], head, state, teacher_head, **options)
+            for loop, state in wanted.items()
         ]
         return {"loss": torch.stack(terms).sum()}
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the teacher itself is there."""
+        return self._outside[0] is not None
 
-def freeze_unreached(student: LT2ForCausalLM) -> None:
-    """Make all parameters trainable but those of exit gate and indexers: no loss of stages 2 and 3 reaches them."""
-    student.requires_grad_(True)
-    gate: nn.Module | None = student.model.early_exit_gate
-    for parameter in (*(() if gate is None else gate.parameters()), *indexer_parameters(student)):
-        parameter.requires_grad_(False)
+    @torch.no_grad()
+    def _teacher_side(self, batch: dict[str, Any], loops: list[int]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """Return the teacher's states of some loops, and its head; for other rows than trained ones, from itself."""
+        if self.states is not None and (self.training or not self.has_teacher):
+            self.states.to(batch["input_ids"].device)
+            return self.states.read(batch, loops), self.states.head
+        states = loop_states(self.teacher, batch)
+        return {loop: states[loop] for loop in loops}, head_weight(self.teacher)
 
 
-class DistillTrainer(StageTrainer):
+class DistillTrainer(BodyTrainer):
     """Train stage 2; arguments as in `StageTrainer`.
 
     The student is that of stage 1 with the selected layers restored: `prepare_student` makes it.
@@ -167,6 +194,7 @@ class DistillTrainer(StageTrainer):
         ```
     """
 
+    args: DistillConfig
     stage = "distill"
     allowed_previous = ("align", "select", "distill")
 
@@ -174,8 +202,8 @@ class DistillTrainer(StageTrainer):
         self, student: LT2ForCausalLM, teacher: PreTrainedModel | None, args: DistillConfig
     ) -> DistillModule:
         """Build the `DistillModule`, after checking the kept layers."""
-        if teacher is None:
-            raise ValueError("Stage 2 needs a teacher.")
+        if teacher is None and args.teacher_states is None:
+            raise ValueError("Stage 2 needs a teacher, or `teacher_states` of one.")
         now = kept_layers(student.config)
         if args.kept_layers is not None and sorted(args.kept_layers) != now:
             missing, extra = sorted(set(args.kept_layers) - set(now)), sorted(set(now) - set(args.kept_layers))
@@ -183,7 +211,22 @@ class DistillTrainer(StageTrainer):
                 f"`kept_layers` names layers that the student does not keep: {missing}; the student keeps layers that "
                 f"it does not name: {extra}. Make the student with `prepare_student(folder, teacher, kept_layers)`."
             )
-        return DistillModule(student, teacher, args)
+        states = TeacherStates(args.teacher_states) if teacher is None and args.teacher_states else None
+        return DistillModule(student, teacher, args, states)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the teacher's states that are missing, if `teacher_states` asks for them; then train as all stages do.
+
+        The main process writes, and the others wait for it, at most `ddp_timeout` seconds.
+        """
+        module: Any = self.model
+        if self.args.teacher_states is not None:
+            if module.has_teacher and self.args.process_index == 0:
+                write_teacher_states(module.teacher, self.train_dataset, self.args.teacher_states, self.args)
+            self.accelerator.wait_for_everyone()
+            module.states = TeacherStates(self.args.teacher_states)
+            module.states.check(self.train_dataset)
+        return super().train(*args, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Tell the module how far training is; evaluation weighs the loops as at the end."""

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from loopergy.distill.distill import freeze_unreached
+from loopergy.distill.body import BodyConfig, BodyTrainer, prepare_body
 from loopergy.distill.losses import IGNORE, linear_cross_entropy, linear_kl
-from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets
+from loopergy.distill.stage import StageModule, batch_targets
 from loopergy.distill.teacher import head_weight, loop_states
 from loopergy.modeling.building_blocks import RotaryEmbedding
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 
 @dataclass
-class ExtendConfig(StageConfig):
+class ExtendConfig(BodyConfig):
     """Settings of stage 3; the defaults are those of LT2's conversion (600M tokens, rows of 32,768)."""
 
     length: int = field(default=32768, metadata={"help": "Tokens in a row of the packed data."})
@@ -46,10 +46,11 @@ class ExtendModule(StageModule):
     """Compute cross-entropy and KL of a batch; see the head of this file.
 
     Args:
-        student (`LT2ForCausalLM`): All of it trains but exit gate and indexers.
+        student (`LT2ForCausalLM`): Trains as far as the options of `prepare_body` say.
         teacher (`PreTrainedModel`, *optional*): Needed for `kl_weight` above 0.
         kl_weight (`float`, defaults to 0.0): Weight of the KL.
         chunk_size (`int`, *optional*): Tokens a chunk of logits.
+        **body: Options of `prepare_body`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ExtendModule(StageModule):
         *,
         kl_weight: float = 0.0,
         chunk_size: int | None = None,
+        **body: Any,
     ):
         super().__init__(student, teacher)
         if kl_weight < 0:
@@ -66,7 +68,7 @@ class ExtendModule(StageModule):
         if kl_weight > 0 and teacher is None:
             raise ValueError(f"kl_weight={kl_weight} needs a teacher; pass one, or kl_weight=0.")
         self.kl_weight, self.chunk_size = kl_weight, chunk_size
-        freeze_unreached(student)
+        prepare_body(student, **body)
 
     def forward(
         self,
@@ -114,7 +116,7 @@ def extend_positions(student: LT2ForCausalLM, length: int, rope_theta: float | N
                 setattr(module, name, RotaryEmbedding(config=own).to(old.inv_freq.device))
 
 
-class ExtendTrainer(StageTrainer):
+class ExtendTrainer(BodyTrainer):
     """Train stage 3; arguments as in `StageTrainer`, `teacher` may be None.
 
     Example:
@@ -135,4 +137,5 @@ class ExtendTrainer(StageTrainer):
         """Build the `ExtendModule`, with the positions declared."""
         if args.extend_to is not None or args.rope_theta is not None:
             extend_positions(student, args.extend_to or student.config.max_position_embeddings, args.rope_theta)
-        return ExtendModule(student, teacher, kl_weight=args.kl_weight, chunk_size=args.loss_chunk_size)
+        options = {"kl_weight": args.kl_weight, "chunk_size": args.loss_chunk_size, **args.body_options()}
+        return ExtendModule(student, teacher, **options)

@@ -6,7 +6,7 @@
 | ``alignment_loss``         | align  | mean over tokens of ``||t - s||^2 / d``, or of ``||t - s|| / sqrt(d)``       |
 | ``linear_kl``              | distil | ``theta^2 * mean KL(softmax(z_t / theta), softmax(z_s / theta))``            |
 | ``linear_cross_entropy``   | extend | mean of ``-log softmax(z_s)[next token]``                                   |
-| ``linear_token_losses``    | pretrain, gate | ``-log softmax(z)[next token]`` of every token, to be weighed          |
+| ``linear_token_losses``    | gate   | ``-log softmax(z)[next token]`` of every token, to be weighed               |
 | ``loop_weights``           | distil | the share of every loop in the sum of the per-loop KLs                      |
 
 The ``linear_*`` losses take hidden states and head weights instead of logits. They visit the tokens in chunks and

@@ -33,6 +33,7 @@ MIXER_NAMES = {
 MODEL_COLOURS = {
     "teacher": "#1f2a37",
     "converted": "#b8c4d2",
+    "calibrated": "#a78bca",
     "aligned": "#7fb0d6",
     "distilled": "#e8833a",
     "extended": "#3d9970",
@@ -191,7 +192,8 @@ def draw_losses(losses: Mapping[str, Sequence[tuple[float, float]]]) -> "Figure"
     names = [name for name, points in losses.items() if points]
     figure, axes = new_figure(1, max(1, len(names)), figsize=(3.4 * max(1, len(names)), 2.6))
     titles = {
-        "teacher": "pre-training (CE)",
+        "pretrain": "pre-training (CE)",
+        "gate": "exit gate (BCE)",
         "align": "align (MSE)",
         "distill": "distil (KL)",
         "extend": "extend (CE)",

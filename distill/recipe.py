@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""All stages from one YAML file: convert, align, select, distill, extend, each into a folder of its own.
+"""All stages from one YAML file: convert, calibrate, align, select, distill, extend, each into a folder of its own.
 
 A recipe that is run again skips the stages whose folder has a `stage.json`, and resumes the one that was interrupted
 from its last checkpoint. So the same command starts, continues and finishes a run. On many processes
@@ -8,6 +8,7 @@ from its last checkpoint. So the same command starts, continues and finishes a r
 ```yaml
 teacher: ByteDance/Ouro-1.4B
 data: HuggingFaceFW/fineweb-edu:sample-10BT
+calibrate: {num_tokens: 65_536}
 align:   {target_tokens: 100_000_000, length: 512, per_device_train_batch_size: 96}
 select:  {keep: 0.25, num_tokens: 1_000_000}
 distill: {target_tokens: 600_000_000}
@@ -26,30 +27,50 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion import convert
+from loopergy.conversion.folders import replace_file
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
+from loopergy.distill.calibrate import PARTS, calibrate
 from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
 from loopergy.distill.processes import join_processes, shared_folder, whole
-from loopergy.distill.report import HeldOut, Report, evaluate_heldout, loss_curve
+from loopergy.distill.report import HeldOut, Report, evaluate_heldout, gap_closed, loss_curve
 from loopergy.distill.select import Selection, select_layers
 from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord, StageTrainer
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, task_shares
 
-STAGES = ("convert", "align", "select", "distill", "extend")
+STAGES = ("convert", "calibrate", "align", "select", "distill", "extend")
+# What a stage may have of its own.
+_PER_STAGE = ("data", "tasks")
+# What is added to a recipe's seed for the order of the documents.
+_DATA_SEEDS = {"calibrate": 0, "align": 1, "distill": 3, "extend": 4}
 STAGE_CLASSES = {
     "align": (AlignConfig, AlignTrainer),
     "distill": (DistillConfig, DistillTrainer),
     "extend": (ExtendConfig, ExtendTrainer),
 }
+
+
+@dataclass
+class CalibrateSettings:
+    """The `calibrate` part of a recipe: a closed-form start of the new mixers, before any training."""
+
+    num_tokens: int = field(default=8192, metadata={"help": "Tokens to fit on, of the training documents."})
+    length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
+    batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
+    parts: list[str] = field(
+        default_factory=lambda: list(PARTS), metadata={"help": "What to fit: memory, output, or both."}
+    )
 
 
 @dataclass
@@ -84,7 +105,8 @@ class Recipe:
     """What to train, on what, and how; a YAML file with these keys.
 
     The `align`, `distill` and `extend` parts take every field of their config class (`AlignConfig`, ...), and `data`
-    to use other text than the rest. A part that is `null` is left out, except that `distill` needs `align` before it.
+    and `tasks` to use others than the rest. A part that is `null` is left out, except that `distill` needs `align`
+    before it.
     """
 
     teacher: str = field(metadata={"help": "Folder, Hub id, .gguf file, or smollm2."})
@@ -93,8 +115,15 @@ class Recipe:
     dtype: str | None = field(default=None, metadata={"help": "Of teacher and student. None: the checkpoint's."})
     documents: str = field(default="separate", metadata={"help": "separate or contiguous packing."})
     seed: int = field(default=0, metadata={"help": "Of fresh tensors, document order and training."})
+    tasks: list[dict[str, Any]] = field(
+        default_factory=list,
+        metadata={"help": "Tasks mixed into the text and measured after every stage; see loopergy.tasks.mixture."},
+    )
     convert: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Options of `convert`; by default no layer keeps attention."}
+    )
+    calibrate: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Fields of CalibrateSettings. None: train from the converted weights."}
     )
     align: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of AlignConfig."})
     select: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of SelectSettings."})
@@ -106,10 +135,16 @@ class Recipe:
         for name, (config, _) in STAGE_CLASSES.items():
             part = getattr(self, name)
             if part is not None:
-                check_keys(name, part, [*_names(config), "data"])
+                check_keys(name, part, [*_names(config), *_PER_STAGE])
+                check_entries(part.get("tasks", ()))
         if self.select is not None:
             check_keys("select", self.select, _names(SelectSettings))
+        if self.calibrate is not None:
+            check_keys("calibrate", self.calibrate, _names(CalibrateSettings))
         check_keys("evaluate", self.evaluate, _names(EvaluateSettings))
+        check_entries(self.tasks)
+        if self.tasks and self.documents != "separate":
+            raise ValueError(f"`tasks` need `documents: separate`, as every example is one; got {self.documents!r}.")
         if self.align is None and (self.distill is not None or self.extend is not None):
             raise ValueError("A recipe with `distill` or `extend` needs `align`: the new mixers start untrained.")
         if self.distill is None and self.extend is not None:
@@ -192,6 +227,7 @@ class RecipeRun:
         self.processes = join_processes()
         self.teacher = resolve_teacher(teacher if teacher is not None else recipe.teacher, dtype=recipe.dtype)
         self.tokenizer = tokenizer or resolve_tokenizer(recipe.tokenizer or recipe.teacher)
+        self.tasks = task_shares(recipe.tasks, self.tokenizer)
         evaluate = EvaluateSettings(**recipe.evaluate)
         self.held_out: HeldOut | None = None
         if evaluate.num_tokens > 0:
@@ -252,6 +288,8 @@ class RecipeRun:
         metrics: dict[str, Any] = {"settings": settings, "seconds": round(time.perf_counter() - began, 2)}
         if student is not None and self.held_out is not None:
             metrics["heldout"] = evaluate_heldout(student, self.teacher, self.held_out)
+        if student is not None and self.tasks:
+            metrics["tasks"] = accuracies(student, self.tasks)
         return metrics
 
     def _convert(self, settings: dict[str, Any]) -> StageRecord:
@@ -268,13 +306,26 @@ class RecipeRun:
                 record.save(unfinished)
         return record
 
-    def _align(self, settings: dict[str, Any]) -> StageRecord:
-        return self._train("align", settings, str(self.folder / "convert"), None)
+    def _calibrate(self, settings: dict[str, Any]) -> StageRecord:
+        began, chosen = time.perf_counter(), CalibrateSettings(**settings)
+        student = self._load("convert")
+        batches = self._sample(chosen, _DATA_SEEDS["calibrate"])
+        found = calibrate(student, self.teacher, batches, parts=chosen.parts)
+        metrics = {**self._metrics(settings, began, student), "calibration": dataclasses.asdict(found)}
+        record = StageRecord.of(
+            "calibrate", student.config, StageRecord.load(self.folder / "convert"), metrics=metrics
+        )
+        record.tokens_seen = found.tokens
+        with shared_folder(self.folder / "calibrate") as unfinished:
+            if unfinished is not None:
+                student.save_pretrained(unfinished)
+                self.tokenizer.save_pretrained(unfinished)
+                record.save(unfinished)
+        return record
 
-    def _select(self, settings: dict[str, Any]) -> StageRecord:
-        began, chosen = time.perf_counter(), SelectSettings(**settings)
-        student = self._load("align")
-        batches = held_out_batches(
+    def _sample(self, chosen: CalibrateSettings | SelectSettings, seed: int) -> list[dict[str, torch.Tensor]]:
+        """Return a fixed sample of the training documents."""
+        return held_out_batches(
             self.recipe.data,
             self.tokenizer,
             length=chosen.length,
@@ -282,8 +333,17 @@ class RecipeRun:
             batch_size=chosen.batch_size,
             documents=self.recipe.documents,  # type: ignore[arg-type]
             split="train",
-            seed=self.recipe.seed + 1,
+            seed=self.recipe.seed + seed,
         )
+
+    def _align(self, settings: dict[str, Any]) -> StageRecord:
+        start = "convert" if self.recipe.calibrate is None else "calibrate"
+        return self._train("align", settings, str(self.folder / start), None)
+
+    def _select(self, settings: dict[str, Any]) -> StageRecord:
+        began, chosen = time.perf_counter(), SelectSettings(**settings)
+        student = self._load("align")
+        batches = self._sample(chosen, 1)
         selection = select_layers(
             student,
             self.teacher,
@@ -321,15 +381,20 @@ class RecipeRun:
         """Run one stage with a trainer, or what of it an interrupted run left."""
         began = time.perf_counter()
         config_class, trainer_class = STAGE_CLASSES[name]
-        options = {"seed": self.recipe.seed, **{key: value for key, value in settings.items() if key != "data"}}
+        fields = {key: value for key, value in settings.items() if key not in _PER_STAGE}
+        options = {"seed": self.recipe.seed, **fields}
         args: StageConfig = config_class(output_dir=str(self.folder / "checkpoints" / name), **options)
-        data = PackedDataset(
+        seed = self.recipe.seed + _DATA_SEEDS[name]
+        data: Any = PackedDataset(
             settings.get("data", self.recipe.data),
             self.tokenizer,
             args.length,
             documents=self.recipe.documents,  # type: ignore[arg-type]
-            seed=self.recipe.seed + STAGES.index(name),
+            seed=seed,
         )
+        tasks = task_shares(settings["tasks"], self.tokenizer) if "tasks" in settings else self.tasks
+        if tasks:
+            data = TextAndTasks(data, tasks, seed)
         if isinstance(student, str):
             student = self._load(Path(student).name)
         teacher = None if isinstance(args, ExtendConfig) and args.kl_weight == 0 else self.teacher
@@ -344,6 +409,14 @@ class RecipeRun:
         gc.collect()
         return record
 
+    def _teacher_accuracies(self) -> dict[str, float]:
+        """Measure the teacher on the tasks, once a run."""
+        file = self.folder / "teacher_tasks.json"
+        if not file.is_file() and self.is_main:
+            replace_file(file, json.dumps(accuracies(self.teacher, self.tasks)))
+        self.processes.wait_for_everyone()
+        return json.loads(file.read_text(encoding="utf-8"))
+
     def report(self) -> Report:
         """Collect the records of all finished stages."""
         config = self.teacher.config
@@ -357,7 +430,8 @@ class RecipeRun:
             },
             data=self.recipe.data,
         )
-        adjectives = {"convert": "converted", "align": "aligned", "distill": "distilled", "extend": "extended"}
+        trained = {"align": "aligned", "distill": "distilled", "extend": "extended"}
+        adjectives = {"convert": "converted", "calibrate": "calibrated", **trained}
         for name in STAGES:
             record = StageRecord.load(self.folder / name)
             if record is None:
@@ -370,12 +444,21 @@ class RecipeRun:
             if heldout:
                 row["held-out KL"] = f"{heldout['kl']:.3f}"
                 row["held-out perplexity"] = f"{heldout['perplexity']:.1f}"
+                start = report.heldout_perplexity.get("converted")
+                if start is not None:
+                    row["gap closed"] = (
+                        f"{gap_closed(start, heldout['perplexity'], heldout['teacher_perplexity']):.1%}"
+                    )
                 if name in adjectives:
                     report.add_heldout(adjectives[name], heldout)
+            row.update({task: f"{value:.2f}" for task, value in record.metrics.get("tasks", {}).items()})
             report.stages.append(row)
             history = self.folder / name / "log_history.json"
             if history.is_file():
                 report.losses[name] = loss_curve(json.loads(history.read_text(encoding="utf-8")))
+        if self.tasks:
+            teacher = ", ".join(f"{task} {value:.2f}" for task, value in self._teacher_accuracies().items())
+            report.notes.append(f"Share of right answers on the tasks in the text, of the teacher: {teacher}.")
         if (self.folder / "select" / "selection.json").is_file():
             report.selection = Selection.from_json(self.folder / "select" / "selection.json")
         report.seconds = sum(row["seconds"] for row in report.stages)

@@ -6,7 +6,6 @@ The HTML file stands alone: pictures are inline SVG, there is no script and noth
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from loopergy.conversion.folders import replace_file
 from loopergy.distill.losses import IGNORE, linear_cross_entropy, linear_kl
 from loopergy.distill.select import Selection
 from loopergy.distill.stage import batch_targets
@@ -95,6 +95,19 @@ def evaluate_heldout(
         "teacher_perplexity": held_out.teacher_perplexity,
         "tokens": held_out.tokens,
     }
+
+
+def gap_closed(before: float, after: float, teacher: float) -> float:
+    r"""Return how much of the way to the teacher is made: \(1 - \ln(after / teacher) / \ln(before / teacher)\).
+
+    Args:
+        before, after, teacher (`float`): Perplexities on the same text.
+
+    Returns:
+        `float`: 0 at `before`, 1 at the teacher's, negative if it got worse; not a number without a gap.
+    """
+    start = math.log(before / teacher)
+    return 1 - math.log(after / teacher) / start if start else math.nan
 
 
 def cache_bytes(cache: Any) -> int:
@@ -234,10 +247,7 @@ class Report:
         Returns:
             `tuple[Path, Path]`: The two files.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (("report.json", self.to_json()), ("report.html", self.to_html())):
-            unfinished = folder / f".{name}.unfinished"
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, folder / name)
-        return folder / "report.json", folder / "report.html"
+        page = self.to_html()
+        return replace_file(Path(folder) / "report.json", self.to_json()), replace_file(
+            Path(folder) / "report.html", page
+        )

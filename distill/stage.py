@@ -1,7 +1,7 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """What all training stages share: settings, trainer, checkpoints, and the record that ties them together.
 
-A stage is a `StageModule`: it holds the model that learns, the student, and its `forward` maps a batch to a loss. Everything else is
+A stage is a `StageModule`: it holds the student, which learns, and its `forward` maps a batch to a loss. All else is
 `transformers.Trainer`. As the loss is computed inside the wrapped module's forward, data parallel training sees every
 gradient, and the loss, divided by `num_items_in_batch`, does not depend on how a step is cut.
 
@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from loopergy.configuration.configuration_lt2 import LT2Config
+from loopergy.conversion.folders import replace_file
+from loopergy.distill.adapters import load_weights
 from loopergy.distill.data import LanguageModelCollator
 from loopergy.distill.losses import IGNORE, shift_targets
 from loopergy.distill.processes import check_sharding, shared_folder
@@ -86,8 +88,8 @@ class StageRecord:
     """What a finished stage leaves beside its weights.
 
     Args:
-        stage (`str`): `"pretrain"` or `"gate"` for a teacher of our own; `"convert"`, `"align"`, `"select"`, `"distill"`
-            or `"extend"`.
+        stage (`str`): `"pretrain"` or `"gate"` for a teacher of our own; `"convert"`, `"align"`, `"select"`,
+            `"distill"` or `"extend"`.
         kept_layers (`list[int]`): Physical layers with full attention.
         config_hash (`str`): `config_hash` of the student.
         tokens_seen (`int`, defaults to 0): Tokens this stage trained on.
@@ -103,7 +105,7 @@ class StageRecord:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stage: str, config: PreTrainedConfig, parent: "StageRecord | None" = None, **fields: Any) -> "StageRecord":
+    def of(cls, stage: str, config: PreTrainedConfig, parent: "StageRecord | None" = None, **fields: Any) -> Self:
         """Describe a student as it is now."""
         ancestor = asdict(parent) if parent is not None else None
         return cls(stage, kept_layers(config), config_hash(config), parent=ancestor, **fields)
@@ -116,10 +118,7 @@ class StageRecord:
 
     def save(self, folder: str | Path) -> None:
         """Write the record, replacing an old one in one step."""
-        file = Path(folder) / STAGE_FILE
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, file)
+        replace_file(Path(folder) / STAGE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def check_previous(
@@ -402,10 +401,8 @@ class StageTrainer(Trainer):
         loaded, info = pair
         wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys") if info[kind]}
         if wrong or config_hash(loaded.config) != config_hash(self.student.config):
-            raise StageError(
-                f"Checkpoint {resume_from_checkpoint!r} is not of this student: {wrong or 'other config'}."
-            )
-        self.student.load_state_dict(loaded.state_dict())
+            raise StageError(f"Checkpoint {resume_from_checkpoint!r} is not of this student: {wrong or 'config'}.")
+        load_weights(self.student, loaded.state_dict(), resume_from_checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint under another name and rename it when it is whole."""

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     )
     from loopergy.conversion.report import ConversionReport
     from loopergy.distill.align import AlignConfig, AlignTrainer
+    from loopergy.distill.calibrate import Calibration, calibrate
     from loopergy.distill.distill import DistillConfig, DistillTrainer
     from loopergy.distill.extend import ExtendConfig, ExtendTrainer
     from loopergy.distill.select import Selection, select_layers
@@ -94,6 +95,7 @@ _LAZY = {
     ),
     "loopergy.conversion.report": ("ConversionReport",),
     "loopergy.distill.align": ("AlignConfig", "AlignTrainer"),
+    "loopergy.distill.calibrate": ("Calibration", "calibrate"),
     "loopergy.distill.distill": ("DistillConfig", "DistillTrainer"),
     "loopergy.distill.extend": ("ExtendConfig", "ExtendTrainer"),
     "loopergy.distill.select": ("Selection", "select_layers"),
@@ -112,6 +114,7 @@ __all__ = [
     "CEMLlamaForSequenceClassification",
     "CEMLlamaModel",
     "CEMLlamaPreTrainedModel",
+    "Calibration",
     "Conversion",
     "ConversionReport",
     "DistillConfig",
@@ -142,6 +145,7 @@ __all__ = [
     "OuroPreTrainedModel",
     "Selection",
     "__version__",
+    "calibrate",
     "convert",
     "evaluate",
     "export",

@@ -8,6 +8,7 @@
 | `stage.json`             | `loopergy align`, `distill`, `extend`    | stages, held-out KL, settings    |
 | `selection.json`         | `loopergy select`, `run`                 | which layers were kept, and why  |
 | `report.json`            | `loopergy run`, `demo`                   | losses, speed, samples           |
+| `pretraining.json`       | `loopergy pretrain`                      | losses; each loop, each task     |
 | `history.json`           | `loopergy task train`                    | a training on a task             |
 | `evaluation/*.json`      | `loopergy eval`                          | results of lm-eval               |
 | `energies.json`          | `loopergy trace --json energies.json`    | energies of one text             |
@@ -29,6 +30,8 @@ from loopergy.distill.select import Selection
 from loopergy.distill.stage import STAGE_FILE, StageRecord
 from loopergy.energy_trace import EnergyTrace
 from loopergy.evaluation import RESULTS_FOLDER, Evaluation
+from loopergy.pretraining import REPORT_FILE as PRETRAINING_FILE
+from loopergy.pretraining import STAGES as PRETRAINING_STAGES
 from loopergy.tasks.training import HISTORY_FILE, History
 
 logger = logging.get_logger(__name__)
@@ -42,6 +45,7 @@ _KEPT = (
     "selection.json",
     "log_history.json",
     *_RUN_REPORTS,
+    PRETRAINING_FILE,
     HISTORY_FILE,
     ENERGIES_FILE,
     "LICENSE",
@@ -68,6 +72,8 @@ def kept_files(source: Path) -> dict[str, Path]:
         later = STAGES[STAGES.index(record.stage) + 1 :]
         if not any((run / stage / STAGE_FILE).is_file() for stage in later):
             found.update({name: run / name for name in _RUN_REPORTS})
+    if record is not None and record.stage in PRETRAINING_STAGES:
+        found[PRETRAINING_FILE] = run / PRETRAINING_FILE
     found.update({name: source / name for name in _KEPT if (source / name).is_file()})
     for folder, endings in ((RESULTS_FOLDER, (".json",)), (PICTURES_FOLDER, PICTURE_ENDINGS)):
         for file in sorted((source / folder).glob("*")):
@@ -95,6 +101,7 @@ class CardFacts:
         selection (`Selection`, *optional*): Of its kept layers.
         stages (`list[StageRecord]`): First stage first.
         report (`dict`): Of the run.
+        pretraining (`dict`): Of the training from nothing.
         history (`History`, *optional*): Of the training on a task.
         energies (`EnergyTrace`, *optional*): Of one text.
         evaluations (`list[Evaluation]`): Oldest first.
@@ -108,6 +115,7 @@ class CardFacts:
     selection: Selection | None = None
     stages: list[StageRecord] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
+    pretraining: dict[str, Any] = field(default_factory=dict)
     history: History | None = None
     energies: EnergyTrace | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -124,7 +132,7 @@ class CardFacts:
         """
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} holds no model: there is no config.json")
-        report = _read(folder / "report.json", lambda file: json.loads(file.read_text(encoding="utf-8"))) or {}
+        report, pretraining = (_read(folder / name, _read_json) or {} for name in ("report.json", PRETRAINING_FILE))
         stages = lineage(_read(folder / STAGE_FILE, lambda file: StageRecord.load(file.parent)))
         results = [_read(file, Evaluation.load) for file in sorted((folder / RESULTS_FOLDER).glob("*.json"))]
         return cls(
@@ -133,10 +141,11 @@ class CardFacts:
             selection=_read(folder / "selection.json", Selection.from_json),
             stages=stages,
             report=report,
+            pretraining=pretraining,
             history=_read(folder / HISTORY_FILE, lambda file: History.load(file.parent)),
             energies=_read(folder / ENERGIES_FILE, EnergyTrace.from_json),
             evaluations=sorted((result for result in results if result is not None), key=lambda result: result.date),
-            losses=report.get("losses") or {},
+            losses=report.get("losses") or pretraining.get("losses") or {},
             pictures=_pictures(folder),
             chat=_has_chat_template(folder),
         )
@@ -157,6 +166,10 @@ def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _read(file: Path, reader: Callable[[Path], _Read]) -> _Read | None:

@@ -22,6 +22,7 @@ from loopergy.modeling.learned_positions import WindowedGenerationMixin
 _KNOWN_TEACHERS = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _DONE = {
     "convert": "converted",
+    "calibrate": "calibrated",
     "align": "aligned",
     "select": "selected",
     "distill": "distilled",
@@ -97,6 +98,7 @@ def card_sections(
         "table": table,
         **_made(facts),
         **_heldout(facts),
+        **_pretraining(facts),
         **_task(facts),
         **_energies(facts),
         **(_costs(config) if generates else _size(config)),
@@ -201,7 +203,7 @@ def _made(facts: CardFacts) -> dict[str, Any]:
 def _heldout(facts: CardFacts) -> dict[str, Any]:
     stages = facts.heldout
     if not stages:
-        return {"heldout": [], "heldout_tokens": "", "data": None}
+        return {"heldout": [], "heldout_tokens": ""}
     last = list(stages.values())[-1]
     return {
         "heldout": [
@@ -210,13 +212,32 @@ def _heldout(facts: CardFacts) -> dict[str, Any]:
             ["perplexity", last["teacher_perplexity"], *(result["perplexity"] for result in stages.values())],
         ],
         "heldout_tokens": f"{int(last['tokens']):,}",
+    }
+
+
+def _pretraining(facts: CardFacts) -> dict[str, Any]:
+    """Say what each loop knows, when the gate lets tokens go, and what the tasks in the text came to."""
+    stages = facts.pretraining.get("stages")
+    if not stages:
+        return {"loops": [], "loops_tokens": "", "loops_mean": {}, "mixed_in": [], "data": public_data(facts)}
+    last = stages[-1]["loops"]
+    shares = [
+        [f"share of tokens that leave, after {stage['stage']}", *stage["loops"]["exit_share"]] for stage in stages
+    ]
+    numbers = range(1, len(last["loop_perplexity"]) + 1)
+    accuracy = stages[-1]["tasks"] or {}
+    return {
+        "loops": [["", *(f"loop {n}" for n in numbers)], ["perplexity", *last["loop_perplexity"]], *shares],
+        "loops_tokens": f"{last['tokens']:,}",
+        "loops_mean": {"perplexity": _cell(last["expected_perplexity"]), "exit": _cell(last["mean_exit"])},
+        "mixed_in": [["task", "accuracy"], *map(list, accuracy.items())] if accuracy else [],
         "data": public_data(facts),
     }
 
 
 def public_data(facts: CardFacts) -> str | None:
     """Return the source of the text, as may be published: of a path of this machine only the last part."""
-    data = facts.report.get("data")
+    data = facts.report.get("data") or facts.pretraining.get("data")
     return data and (Path(data).name if Path(data).exists() or Path(data).is_absolute() else data)
 
 

@@ -159,7 +159,7 @@ def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str,
         record = StageRecord.load(folder / earlier)
         if record is not None:
             changes[earlier] = record.metrics["settings"]
-        elif earlier == "select":
+        elif earlier == "select" or (earlier == "calibrate" and stage != "align"):
             changes[earlier] = None
         elif stage != "align":
             raise ValueError(f"stage {earlier!r} is not done in {folder}: `loopergy run` does all stages in order")
@@ -273,7 +273,9 @@ def run(
     run_and_report(RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=show_stage))
 
 
-app.command(epilog=example("loopergy pretrain ouro-10m -o runs/ouro-10m --set pretrain.target_tokens=100_000"))(pretrain)
+app.command(epilog=example("loopergy pretrain ouro-10m -o runs/ouro-10m --set pretrain.target_tokens=100_000"))(
+    pretrain
+)
 app.command(epilog=example("loopergy recipes accelerate/ddp"))(recipes)
 
 

@@ -26,10 +26,10 @@ def pretrain(
 
 
 def _show(name: str, record: Any) -> None:
-    heldout = record.metrics["heldout"]
-    perplexity = ", ".join(f"{value:.1f}" for value in heldout["loop_perplexity"])
-    accuracy = "".join(f", {task} {value:.2f}" for task, value in record.metrics["tasks"].items())
+    loops = record.metrics["loops"]
+    perplexity = ", ".join(f"{value:.1f}" for value in loops["loop_perplexity"])
+    accuracy = "".join(f", {task} {value:.2f}" for task, value in record.metrics.get("tasks", {}).items())
     typer.echo(
         f"{name:<8}  {record.tokens_seen:>12,} tokens  {record.metrics['seconds']:>8,.0f} s  held-out perplexity by "
-        f"loop {perplexity}, mean exit after loop {heldout['mean_exit']:.2f}{accuracy}"
+        f"loop {perplexity}, mean exit after loop {loops['mean_exit']:.2f}{accuracy}"
     )

@@ -45,6 +45,7 @@ _PROMPTS = {
 }
 _SAME_IN_PYTHON = {
     "convert": "student = loopergy.convert(teacher, keep_layers=[]).model",
+    "calibrate": "loopergy.calibrate(student, teacher, batches)",
     "align": "AlignTrainer(student, teacher, AlignConfig(target_tokens=...), data).train()",
     "select": "selection = loopergy.select_layers(student, teacher, batches, keep=...)",
     "distill": "DistillTrainer(student, teacher, DistillConfig(target_tokens=...), data).train()",

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 
-from loopergy.conversion.folders import saved_tokenizer
+from loopergy.conversion.folders import replace_file, saved_tokenizer
 
 RESULTS_FOLDER = "evaluation"
 _ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
@@ -111,12 +110,7 @@ class Evaluation:
 
     def save(self, file: str | Path) -> Path:
         """Write everything as JSON, replacing an old file in one step."""
-        file = Path(file)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".{file.name}.unfinished")
-        unfinished.write_text(json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, file)
-        return file
+        return replace_file(file, json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, file: str | Path) -> "Evaluation":

@@ -6,7 +6,6 @@ into the card's head, and results on data sets of the Hub also into `.eval_resul
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from huggingface_hub import EvalResultEntry, ModelCard, ModelCardData, eval_resu
 
 from loopergy.card_facts import PICTURES_FOLDER, CardFacts
 from loopergy.card_sections import card_sections, model_index, public_teacher
+from loopergy.conversion.folders import replace_file
 from loopergy.evaluation import Evaluation
 
 CARD_FILE, RESULTS_FOLDER = "README.md", ".eval_results"
@@ -82,7 +82,7 @@ def write_card(
     )
     body = _template().render(content).rstrip()
     _write_results(place / RESULTS_FOLDER, facts.evaluations)
-    _replace(card, _marked(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n"))
+    replace_file(card, _marked(f"---\n{metadata.to_yaml()}\n---\n\n{body}\n"))
     return card
 
 
@@ -110,13 +110,6 @@ def _template() -> Any:
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, autoescape=False
     )
     return environment.from_string((files("loopergy") / "model_card.md.j2").read_text(encoding="utf-8"))
-
-
-def _replace(file: Path, content: str) -> None:
-    file.parent.mkdir(exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    unfinished.write_text(content, encoding="utf-8")
-    os.replace(unfinished, file)
 
 
 def draw_pictures(facts: CardFacts, folder: Path) -> dict[str, str]:
@@ -188,4 +181,4 @@ def _write_results(folder: Path, evaluations: Sequence[Evaluation]) -> None:
             file.unlink()
     for name, entry in entries.items():
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-        _replace(folder / f"{name}.yaml", f"{_RESULTS_MARK}\n{text}")
+        replace_file(folder / f"{name}.yaml", f"{_RESULTS_MARK}\n{text}")

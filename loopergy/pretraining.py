@@ -154,7 +154,9 @@ class PretrainRecipe:
         """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
         check_keys(source, values, _fields(cls))
         if "pretrain" not in values:
-            raise ValueError(f"{source}: the key `pretrain` is missing. (Recipes with a `teacher` are for `loopergy run`.)")
+            raise ValueError(
+                f"{source}: the key `pretrain` is missing. (Recipes with a `teacher` are for `loopergy run`.)"
+            )
         return cls(**values)
 
 
@@ -266,11 +268,13 @@ class PretrainRun:
         """Return everything that a finished stage depends on."""
         recipe = self.recipe
         names = ("data", "tokenizer", "model", "start", "tasks", "seed")
-        return {**{name: getattr(recipe, name) for name in names}, "stage": stage}
+        return {**{name: getattr(recipe, name) for name in names}, **stage}
 
     def _new_model(self) -> OuroForCausalLM:
         set_seed(self.recipe.seed)
-        model = OuroForCausalLM(OuroConfig.from_preset("tiny", **{"vocab_size": len(self.tokenizer), **self.recipe.model}))
+        model = OuroForCausalLM(
+            OuroConfig.from_preset("tiny", **{"vocab_size": len(self.tokenizer), **self.recipe.model})
+        )
         if self.recipe.start is not None:
             Start(**self.recipe.start).apply(model)
         return model
@@ -291,11 +295,12 @@ class PretrainRun:
         metrics: dict[str, Any] = {
             "settings": self._settings(settings),
             "seconds": round(time.perf_counter() - began, 2),
-            "heldout": evaluate_loops(student, self.held_out),
+            "loops": evaluate_loops(student, self.held_out),
         }
-        metrics["tasks"] = {
-            entry.task.name: entry.task.evaluate(student, "test", 200, 16).accuracy for entry in self.tasks
-        }
+        if self.tasks:
+            metrics["tasks"] = {
+                entry.task.name: entry.task.evaluate(student, "test", 200, 16).accuracy for entry in self.tasks
+            }
         record = trainer.save_stage(self.folder / name, metrics)
         # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
         trainer.accelerator.free_memory()
@@ -305,12 +310,12 @@ class PretrainRun:
 
     def report(self) -> dict[str, Any]:
         """Collect the records of all finished stages."""
-        report: dict[str, Any] = {"stages": [], "losses": {}}
+        report: dict[str, Any] = {"data": self.recipe.data, "stages": [], "losses": {}}
         for name in STAGES:
             record = StageRecord.load(self.folder / name)
             if record is None:
                 continue
-            metrics = {key: record.metrics[key] for key in ("seconds", "heldout", "tasks")}
+            metrics = {key: record.metrics.get(key) for key in ("seconds", "loops", "tasks")}
             report["stages"].append({"stage": name, "tokens": record.tokens_seen, **metrics})
             history = json.loads((self.folder / name / "log_history.json").read_text(encoding="utf-8"))
             report["losses"][name] = loss_curve(history)

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.distill.data import PackedDataset
 from loopergy.distill.losses import IGNORE
+from loopergy.tasks.catalog import make_task, task_options
 from loopergy.tasks.task import ExampleTask
 
 
@@ -32,6 +34,45 @@ class TaskShare:
     task: ExampleTask
     share: float
     whole_rows: bool = False
+
+
+_OF_THE_SHARE = ("task", "share", "whole_rows")
+
+
+def check_entries(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` for entries of a recipe's `tasks` that `task_shares` would not take."""
+    for entry in entries:
+        if "task" not in entry or "share" not in entry:
+            raise ValueError(f"tasks: every entry needs `task` and `share`, got {sorted(entry)}.")
+        known = [*_OF_THE_SHARE, *task_options(entry["task"])]
+        unknown = sorted(set(entry) - set(known))
+        if unknown:
+            raise ValueError(f"tasks, {entry['task']}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
+
+
+def task_shares(entries: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[TaskShare]:
+    """Make the tasks that a recipe names.
+
+    Args:
+        entries (sequence of mappings): `task`, `share`, optionally `whole_rows`, and options of the task.
+        tokenizer (`PreTrainedTokenizerBase`): The model's; the tasks are written with it.
+
+    Raises:
+        ValueError: An unknown key, or a task that has its own vocabulary alone.
+    """
+    check_entries(entries)
+    found = []
+    for entry in entries:
+        options = {name: value for name, value in entry.items() if name not in _OF_THE_SHARE}
+        task = make_task(entry["task"], vocabulary=tokenizer, **options)
+        assert isinstance(task, ExampleTask)
+        found.append(TaskShare(task, entry["share"], entry.get("whole_rows", False)))
+    return found
+
+
+def accuracies(model: PreTrainedModel, tasks: Sequence[TaskShare], count: int = 200) -> dict[str, float]:
+    """Return the accuracy on `count` unseen examples of each task, by its name."""
+    return {entry.task.name: entry.task.evaluate(model, "test", count, 16).accuracy for entry in tasks}
 
 
 class TextAndTasks(IterableDataset):
@@ -52,9 +93,8 @@ class TextAndTasks(IterableDataset):
     def __init__(self, text: PackedDataset, tasks: Sequence[TaskShare], seed: int = 0):
         total = sum(entry.share for entry in tasks)
         if any(entry.share <= 0 for entry in tasks) or total >= 1:
-            raise ValueError(
-                f"Shares must be above 0 and sum to less than 1, got {[entry.share for entry in tasks]}: the rest is text."
-            )
+            shares = [entry.share for entry in tasks]
+            raise ValueError(f"Shares must be above 0 and sum to less than 1, got {shares}: the rest is text.")
         for entry in tasks:
             if entry.task.row_length > text.length:
                 raise ValueError(

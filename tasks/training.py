@@ -10,7 +10,6 @@ call goes on from the last checkpoint of an interrupted run as if it had not bee
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -30,6 +29,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from loopergy.conversion.folders import replace_file
 from loopergy.modeling.weight_decay import decays
 from loopergy.tasks.task import Accuracy, Task, TokenLoss
 
@@ -370,7 +370,4 @@ def _points(log_history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def _write_json(file: Path, content: Any) -> Path:
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, file)
-    return file
+    return replace_file(file, json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,7 @@ NOTEBOOKS = sorted(ROOT.glob("notebooks/*.py"))
 # What makes a notebook short; each has to be found in it.
 SHORTER = {
     "talk_to_ouro": {"ByteDance/Ouro-1.4B-Thinking": "HUB"},
-    "convert_and_distil": {"= 240, 60, 60, 8192": "= 3, 2, 2, 512"},
+    "convert_and_distil": {"= 245_760, 60, 60, 8192": "= 2048, 2, 2, 512"},
     "watch_energies": {"STEPS = 200": "STEPS = 3"},
 }
 PICTURES = {

@@ -46,6 +46,12 @@ def ouro():
 
 
 @pytest.fixture
+def new_ouro():
+    """Return the function that makes one, for tests that need another size or dtype."""
+    return make_ouro
+
+
+@pytest.fixture
 def llama():
     return make_llama()
 

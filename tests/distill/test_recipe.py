@@ -5,15 +5,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from loopergy.distill import recipe as recipe_room
 from loopergy.distill.recipe import Recipe, RecipeRun
-from loopergy.distill.report import evaluate_heldout
+from loopergy.distill.report import evaluate_heldout, gap_closed
 from loopergy.distill.select import Selection
 from loopergy.distill.stage import StageError, StageRecord
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+FILES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+# Those with a teacher; the others make one.
+RECIPES = [file for file in FILES if "\nteacher:" in file.read_text("utf-8")]
 TRAINING = {"length": 24, "max_steps": 3, "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True}
 
 
@@ -34,10 +37,12 @@ def small(ouro, byte_tokenizer, tmp_path):
     }
     teacher = ouro.float()
 
-    def run(**changes):
+    def run(teacher_and_tokenizer=(teacher, byte_tokenizer), **changes):
         done = []
         recipe = Recipe.from_dict({**values, **changes})
-        job = RecipeRun(recipe, tmp_path / "out", teacher, byte_tokenizer, lambda name, record: done.append(name))
+        job = RecipeRun(
+            recipe, tmp_path / "out", *teacher_and_tokenizer, on_stage=lambda name, record: done.append(name)
+        )
         return job, done
 
     return run
@@ -50,6 +55,10 @@ def test_all_stages_run_in_order_and_leave_folders_that_load(small, tmp_path, ou
     assert done == ["convert", "align", "select", "distill", "extend"]
     assert list(report.heldout_kl) == ["converted", "aligned", "distilled", "extended"]
     assert report.heldout_kl["distilled"] < report.heldout_kl["converted"]
+    gaps = {row["stage"]: row.get("gap closed") for row in report.stages}
+    ppl = report.heldout_perplexity
+    share = gap_closed(ppl["converted"], ppl["extended"], ppl["teacher"])
+    assert (gaps["convert"], gaps["extend"]) == (None, f"{share:.1%}")
     assert set(report.student["mixers"]) == {"gdn", "full"}
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written["heldout_kl"] == report.heldout_kl
@@ -98,6 +107,33 @@ def test_finished_stages_are_skipped_and_an_interrupted_one_resumes(small, tmp_p
         small(select={"keep": 2, "num_tokens": 96, "length": 24})[0].run()
 
 
+def test_tasks_are_trained_on_and_measured(small, tmp_path, monkeypatch, topics_tokenizer, new_ouro):
+    """The words of the tasks need a tokenizer that has words."""
+    pytest.importorskip("matplotlib")
+    teacher = new_ouro(torch.float32, vocab_size=len(topics_tokenizer))
+    tasks = [{"task": "recall", "share": 0.9, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}]
+    drawn = []
+    original = recipe_room.TextAndTasks._task_row
+    monkeypatch.setattr(
+        recipe_room.TextAndTasks, "_task_row", lambda *args: drawn.append(args[0].text.length) or original(*args)
+    )
+    alone = {**TRAINING, "save_strategy": "no", "length": 48, "tasks": []}
+    job, done = small(tasks=tasks, extend=alone, teacher_and_tokenizer=(teacher, topics_tokenizer))
+    report = job.run()
+    assert done == ["convert", "align", "select", "distill", "extend"]
+    assert len(drawn) >= 3
+    assert set(drawn) == {24}, "the last stage asks for no tasks"
+    for stage in ("convert", "align", "distill", "extend"):
+        record = StageRecord.load(tmp_path / "out" / stage)
+        assert 0 <= record.metrics["tasks"]["recall"] <= 1
+    assert all("recall" in row for row in report.stages if row["stage"] != "select")
+    assert "of the teacher: recall 0." in report.notes[-1]
+    with pytest.raises(ValueError, match="documents: separate"):
+        Recipe(teacher="tiny", tasks=tasks, documents="contiguous")
+    with pytest.raises(ValueError, match="needs `task` and `share`"):
+        Recipe(teacher="tiny", tasks=[{"share": 0.4}])
+
+
 def test_stages_can_be_left_out(small, tmp_path):
     pytest.importorskip("matplotlib")
     job, done = small(select=None, extend=None, convert={"keep_layers": [1]}, evaluate={"num_tokens": 0})
@@ -111,7 +147,7 @@ def test_stages_can_be_left_out(small, tmp_path):
 def test_recipes_of_the_repository_are_read(file):
     recipe = Recipe.from_yaml(file)
     for name, (config, _) in recipe_room.STAGE_CLASSES.items():
-        part = {key: value for key, value in (getattr(recipe, name) or {}).items() if key != "data"}
+        part = {key: value for key, value in (getattr(recipe, name) or {}).items() if key not in ("data", "tasks")}
         if getattr(recipe, name) is not None:
             bf16 = part.pop("bf16", False)
             args = config("unused", use_cpu=True, **part)
@@ -134,7 +170,7 @@ def test_numbers_are_read_as_everyone_writes_them(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"teacher": "t", "student": "s"}, r"\['student'\].*align, convert, data"),
+        ({"teacher": "t", "student": "s"}, r"\['student'\].*align, .*convert, data"),
         ({"teacher": "t", "align": {"lr": 1}}, r"align: unknown keys \['lr'\].*learning_rate"),
         ({"teacher": "t", "select": {"count": 1}}, r"select: unknown keys.*strategy"),
         ({"data": "offline"}, "`teacher` is missing"),

@@ -10,7 +10,7 @@ import torch
 
 from loopergy.conversion import convert
 from loopergy.distill.losses import divergence
-from loopergy.distill.report import HeldOut, Report, evaluate_heldout, loss_curve, measure_decoding
+from loopergy.distill.report import HeldOut, Report, evaluate_heldout, gap_closed, loss_curve, measure_decoding
 from loopergy.distill.select import Selection
 
 
@@ -107,3 +107,11 @@ def test_a_report_with_nothing_measured_is_a_page_too():
 def test_curves_are_read_from_a_trainers_history():
     history = [{"loss": 2.0, "num_input_tokens_seen": 10}, {"eval_loss": 1.0}, {"loss": 1.0, "step": 5}]
     assert loss_curve(history) == [(10.0, 2.0), (5.0, 1.0)]
+
+
+def test_the_gap_is_counted_in_logarithms():
+    assert gap_closed(1000.0, 1000.0, 10.0) == 0
+    assert gap_closed(1000.0, 10.0, 10.0) == 1
+    assert gap_closed(1000.0, 100.0, 10.0) == pytest.approx(0.5)
+    assert gap_closed(100.0, 1000.0, 10.0) == pytest.approx(-1)
+    assert math.isnan(gap_closed(10.0, 10.0, 10.0))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import Trainer
 
 from loopergy import demo
 from loopergy.distill.teacher import smollm2_file
@@ -39,12 +40,15 @@ def test_the_looped_path_runs_whole_with_tiny_budgets_and_again_without_training
     recipe.evaluate.update(num_tokens=128, length=32)
     monkeypatch.setattr(demo, "demo_recipe", lambda kind: recipe)
     monkeypatch.setattr(demo, "_CONTEXTS", {"ouro-tiny": (8, 16)})
-    train = demo.train_tiny_ouro
-    monkeypatch.setattr(demo, "train_tiny_ouro", lambda folder: train(folder, steps=2))
+    teacher = demo.teacher_recipe()
+    for stage in (teacher.pretrain, teacher.gate):
+        stage.update(target_tokens=512, length=32)
+    teacher.evaluate.update(num_tokens=128, length=32)
+    monkeypatch.setattr(demo, "teacher_recipe", lambda: teacher)
     demo.run_demo("ouro-tiny", tmp_path)
     report = check_output(tmp_path)
     assert report["teacher"]["loops"] == 4
-    monkeypatch.setattr(demo.Trainer, "train", lambda *args, **kwargs: pytest.fail("trained again"))
+    monkeypatch.setattr(Trainer, "train", lambda *args, **kwargs: pytest.fail("trained again"))
     assert demo.run_demo("ouro-tiny", tmp_path).heldout_kl == report["heldout_kl"]
 
 
@@ -61,12 +65,6 @@ def test_auto_takes_smollm2_only_where_it_can_be_read(monkeypatch):
     assert demo.choose_teacher("auto") == "smollm2"
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     assert demo.choose_teacher("auto") == "ouro-tiny"
-
-
-def test_the_demos_tokenizer_has_ouros_special_tokens():
-    tokenizer = demo.train_tokenizer(["some text, some more text"] * 3, 300)
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
 
 
 @pytest.mark.slow

@@ -94,3 +94,19 @@ def test_a_guess_among_the_values_is_right_by_chance(guesses):
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Recall(**options)
+
+
+def test_with_a_models_vocabulary_keys_and_values_are_words_of_it(topics_tokenizer):
+    task = Recall(num_pairs=4, length=24, num_keys=12, num_values=10, vocabulary=topics_tokenizer)
+    assert task.tokenizer is topics_tokenizer
+    keys, values = set(), set()
+    for index in range(60):
+        example = task.draw("train", index)
+        stored, right = read(task, example.input_ids)
+        assert (len(stored), right) == (4, [True] * 4)
+        keys, values = keys | set(stored), values | set(stored.values())
+    assert (len(keys), len(values)) == (12, 10)
+    assert not keys & values
+    assert all(word[0] == "Ġ" and word[1:].isalpha() for word in keys | values)
+    with pytest.raises(ValueError, match=r"words of three letters .* 5000 keys and 10 values"):
+        Recall(num_keys=5000, num_values=10, vocabulary=topics_tokenizer)

@@ -1,0 +1,190 @@
+# Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+"""A looped teacher from one file: what is written, what goes on, what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import loopergy
+from loopergy import pretraining
+from loopergy.cli import app
+from loopergy.distill.stage import StageError, StageRecord
+from loopergy.pretraining import PretrainRecipe, PretrainRun, Start, pretrain
+from loopergy.recipes import recipe_files
+
+SMALL = {
+    "data": "offline:prose",
+    "tokenizer": {"vocab_size": 700},
+    "model": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "num_loops": 3, "max_position_embeddings": 256,
+    },
+    "start": {"embedding_std": 0.5, "branch_scale": 0.25},
+    "tasks": [{"task": "recall", "share": 0.3, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}],
+    "pretrain": {
+        "max_steps": 4, "length": 64, "per_device_train_batch_size": 2, "logging_steps": 2, "save_steps": 2,
+        "use_cpu": True, "disable_tqdm": True,
+    },
+    "gate": {
+        "max_steps": 2, "length": 64, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
+        "use_cpu": True, "disable_tqdm": True,
+    },
+    "evaluate": {"num_tokens": 256, "length": 64, "batch_size": 2},
+}  # fmt: skip
+
+
+def recipe(**changes):
+    return PretrainRecipe.from_dict(json.loads(json.dumps({**SMALL, **changes})))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretraining")
+    return folder, PretrainRun(recipe(), folder).run()
+
+
+def test_a_run_leaves_a_model_with_its_tokenizer_a_report_and_a_curve(finished):
+    folder, report = finished
+    assert [stage["stage"] for stage in report["stages"]] == ["pretrain", "gate"]
+    for stage in report["stages"]:
+        assert len(stage["loops"]["loop_perplexity"]) == 3
+        assert set(stage["tasks"]) == {"recall"}
+        assert stage["tokens"] > 0
+    # The gate's stage changes what the gate says, and nothing that the loops know.
+    before, after = (stage["loops"] for stage in report["stages"])
+    assert after["loop_perplexity"] == before["loop_perplexity"]
+    assert after["exit_share"] != before["exit_share"]
+    assert json.loads((folder / "pretraining.json").read_text()) == json.loads(json.dumps(report))
+    assert (folder / "pretraining.svg").read_text().startswith("<svg")
+    assert not list((folder / "checkpoints").glob("*"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "gate")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "gate")
+    assert (model.config.model_type, model.config.vocab_size) == ("ouro", len(tokenizer)) == ("ouro", 700)
+    out = model.generate(**tokenizer("The class", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert out.shape[1] > 3
+    record = StageRecord.load(folder / "gate")
+    assert (record.stage, record.parent["stage"]) == ("gate", "pretrain")
+
+
+def test_an_exported_teacher_has_a_card_that_tells_each_loop(finished, tmp_path):
+    folder, report = finished
+    loopergy.export(folder / "gate", tmp_path / "small-ouro")
+    assert json.loads((tmp_path / "small-ouro" / "pretraining.json").read_text()) == json.loads(json.dumps(report))
+    card = (tmp_path / "small-ouro" / "README.md").read_text()
+    section = card.partition("## Loop by loop")[2].partition("\n## ")[0]
+    last = report["stages"][-1]["loops"]
+    row = next(line for line in section.splitlines() if line.startswith("| perplexity"))
+    assert [float(cell) for cell in row.split("|")[2:-1]] == pytest.approx(last["loop_perplexity"], rel=1e-3)
+    assert "leave, after pretrain" in section
+    assert "leave, after gate" in section
+    assert "Source: `offline:prose`" in section
+    assert "| recall |" in section
+    assert "pictures/losses.png" in card
+    assert "## Held-out text" not in card
+
+
+def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(finished, monkeypatch):
+    folder, report = finished
+    monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained again"))
+    assert PretrainRun(recipe(), folder).run() == report
+    assert pretrain(recipe(), folder) == folder / "gate"
+    for changes in (
+        {"model": {**SMALL["model"], "num_loops": 2}},
+        {"seed": 1},
+        {"gate": {**SMALL["gate"], "max_steps": 3}},
+    ):
+        with pytest.raises(StageError, match="other settings"):
+            PretrainRun(recipe(**changes), folder).run()
+
+
+def test_an_interrupted_run_ends_as_one_that_was_not(finished, tmp_path, monkeypatch):
+    _, report = finished
+    steps = []
+    original = pretraining.PretrainTrainer._save_checkpoint
+
+    def stop_after_the_first(self, *args):
+        original(self, *args)
+        steps.append(self.state.global_step)
+        if len(steps) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretraining.PretrainTrainer, "_save_checkpoint", stop_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        PretrainRun(recipe(), tmp_path).run()
+    assert not (tmp_path / "pretrain").exists()
+    again = PretrainRun(recipe(), tmp_path).run()
+    assert steps == [2, 4]
+    assert again["losses"] == report["losses"]
+    assert again["stages"][1]["loops"] == report["stages"][1]["loops"]
+
+
+def test_the_start_sets_embeddings_and_branches(tmp_path):
+    model = PretrainRun(recipe(start=None), tmp_path)._new_model()
+    assert model.model.layers[1].input_layernorm_2.weight.unique().tolist() == [1.0]
+    Start(embedding_std=2.0, branch_scale=0.5).apply(model)
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(2.0, rel=0.05)
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm_2, layer.post_attention_layernorm_2):
+            assert norm.weight.unique().tolist() == [0.5]
+        assert layer.input_layernorm.weight.unique().tolist() == [1.0]
+
+
+def test_the_seed_draws_the_weights(tmp_path):
+    one, same, other = (PretrainRun(recipe(seed=seed), tmp_path)._new_model().lm_head.weight for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_a_trained_tokenizer_has_ouros_special_tokens():
+    tokenizer = pretraining.train_tokenizer(["some text, some more text"] * 3, 300)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pretrain": {"max_stepz": 3}}, r"pretrain: unknown keys \['max_stepz'\]"),
+        ({"gate": {"beta": 3}}, r"gate: unknown keys"),
+        ({"start": {"std": 1}}, r"start: unknown keys .* embedding_std"),
+        ({"tokenizer": {"size": 1}}, r"tokenizer: unknown keys .* vocab_size"),
+        ({"evaluate": {"tokens": 1}}, r"evaluate: unknown keys"),
+        ({"tasks": [{"task": "recall"}]}, r"needs `task` and `share`"),
+        ({"tasks": [{"task": "recall", "share": 0.1, "pairs": 3}]}, r"tasks, recall: unknown keys \['pairs'\]"),
+        ({"tasks": [{"task": "chess", "share": 0.1}]}, r"no task 'chess'"),
+        ({"teacher": "smollm2"}, r"unknown keys \['teacher'\]"),
+    ],
+)
+def test_unknown_keys_name_the_known_ones(changes, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(**changes)
+
+
+def test_a_task_of_another_vocabulary_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"listops.*vocabulary"):
+        PretrainRun(recipe(tasks=[{"task": "listops", "share": 0.1}]), tmp_path)
+
+
+def test_the_recipes_of_the_package_are_sound():
+    files = {name: file for name, file in recipe_files().items() if name in ("ouro-10m", "ouro-tiny")}
+    assert len(files) == 2
+    for file in files.values():
+        read = PretrainRecipe.from_yaml(file)
+        assert read.gate is not None
+        assert dataclasses.asdict(read)["model"]["num_loops"] == 4
+
+
+def test_the_command_runs_a_recipe_with_settings_over_it(tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "tasks": []}))
+    options = ["-o", str(tmp_path / "run"), "--set", "pretrain.max_steps=1", "--set", "gate=None"]
+    result = CliRunner().invoke(app, ["pretrain", str(file), *options])
+    assert result.exit_code == 0, result.output
+    assert "held-out perplexity by loop" in result.output
+    assert result.output.strip().endswith(str(tmp_path / "run" / "pretrain"))
+    assert StageRecord.load(tmp_path / "run" / "pretrain").tokens_seen == 128

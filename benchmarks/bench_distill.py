@@ -93,8 +93,8 @@ class Work:
             wanted = self.all_logits(self.teacher, ids)
         losses = []
         for given, target in zip(self.all_logits(self.student, ids), wanted, strict=True):
-            pair = [logits[:, :-1].flatten(0, 1).log_softmax(-1) for logits in (given, target)]
-            losses.append(F.kl_div(*pair, reduction="batchmean", log_target=True))
+            student, teacher = (logits[:, :-1].flatten(0, 1).log_softmax(-1) for logits in (given, target))
+            losses.append(F.kl_div(student, teacher, reduction="batchmean", log_target=True))
         return torch.stack(losses).mean()
 
     def all_logits(self, model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

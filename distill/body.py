@@ -121,10 +121,10 @@ class BodyTrainer(StageTrainer):
             state_dict = plain_weights(self.student)
         super()._save(output_dir, state_dict)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str | None) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write what a checkpoint has beside the student itself."""
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save and output_dir is not None:
+        if self.args.should_save:
             write_adapters(self.student, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

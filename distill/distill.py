@@ -220,12 +220,14 @@ class DistillTrainer(BodyTrainer):
         The main process writes, and the others wait for it, at most `ddp_timeout` seconds.
         """
         module: Any = self.model
-        if self.args.teacher_states is not None:
-            if module.has_teacher and self.args.process_index == 0:
-                write_teacher_states(module.teacher, self.train_dataset, self.args.teacher_states, self.args)
+        data: Any = self.train_dataset
+        settings: Any = self.args
+        if settings.teacher_states is not None:
+            if module.has_teacher and settings.process_index == 0:
+                write_teacher_states(module.teacher, data, settings.teacher_states, settings)
             self.accelerator.wait_for_everyone()
-            module.states = TeacherStates(self.args.teacher_states)
-            module.states.check(self.train_dataset)
+            module.states = TeacherStates(settings.teacher_states)
+            module.states.check(data)
         return super().train(*args, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

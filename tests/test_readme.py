@@ -52,7 +52,8 @@ def test_every_python_block_runs(page, tiny_ouro, tmp_path, monkeypatch):
 
 def commands() -> list[tuple[str, list[str]]]:
     """Return (page, words) for each line of a bash block."""
-    lines = [(page.name, line) for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    joined = ((page, block.replace("\\\n", " ")) for page in PAGES for block in blocks(page, "bash"))
+    lines = [(page.name, line) for page, block in joined for line in block.splitlines()]
     return [(page, words) for page, line in lines if (words := shlex.split(line, comments=True))]
 
 

@@ -86,7 +86,8 @@ class _GivenGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *(g if g is None else g * grad_output.to(g.dtype) for g in gradients))
+        # In place: they are this node's own, and as large as all mixers.
+        return (None, None, *(g if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients))
 
 
 class MixerInputs:

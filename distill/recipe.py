@@ -197,6 +197,34 @@ def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
         raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
 
 
+def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable[[str], StageRecord]) -> None:
+    """Run the stages of a job that its folder does not have yet, and tell of each.
+
+    Args:
+        job ([`RecipeRun`] or alike): With `folder`, `processes`, `is_main` and `on_stage`.
+        stages (mapping): Name of a stage, in order, to the settings that its record holds.
+        perform (callable): Runs a stage.
+
+    Raises:
+        StageError: A stage that was finished with other settings.
+    """
+    for name, settings in stages.items():
+        record = StageRecord.load(job.folder / name)
+        # As they are read back: JSON turns the layers of a mapping into text.
+        if record is not None and record.metrics.get("settings") != json.loads(json.dumps(settings)):
+            raise StageError(
+                f"Stage {name!r} in {job.folder} was finished with other settings: {record.metrics.get('settings')}, "
+                f"the recipe has {settings}. Remove that folder and those of later stages, or give another output."
+            )
+        # None begins a stage before all have seen what is done.
+        job.processes.wait_for_everyone()
+        if record is None:
+            record = perform(name)
+        if job.is_main:
+            shutil.rmtree(job.folder / "checkpoints" / name, ignore_errors=True)
+            job.on_stage(name, record)
+
+
 class RecipeRun:
     """Carry out a recipe in a folder.
 
@@ -244,18 +272,8 @@ class RecipeRun:
     def run(self) -> Report:
         """Run what is not done yet; return the report of everything, which is written too."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in STAGES:
-            settings = getattr(self.recipe, name)
-            if settings is None:
-                continue
-            record = self._finished(name, settings)
-            # None begins a stage before all have seen what is done.
-            self.processes.wait_for_everyone()
-            if record is None:
-                record = getattr(self, f"_{name}")(settings)
-            if self.is_main:
-                shutil.rmtree(self.folder / "checkpoints" / name, ignore_errors=True)
-                self.on_stage(name, record)
+        parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
+        run_stages(self, parts, lambda name: getattr(self, f"_{name}")(parts[name]))
         report = self.report()
         if self.is_main:
             report.save(self.folder)
@@ -272,17 +290,6 @@ class RecipeRun:
         if not done:
             raise FileNotFoundError(f"No stage is finished in {self.folder}.")
         return self.folder / done[-1]
-
-    def _finished(self, name: str, settings: dict[str, Any]) -> StageRecord | None:
-        """Return the record of a stage that is done; refuse one that was done with other settings."""
-        record = StageRecord.load(self.folder / name)
-        # As they are read back: JSON turns the layers of a mapping into text.
-        if record is not None and record.metrics.get("settings") != json.loads(json.dumps(settings)):
-            raise StageError(
-                f"Stage {name!r} in {self.folder} was finished with other settings: {record.metrics.get('settings')}, "
-                f"the recipe has {settings}. Remove that folder and those of later stages, or give another output."
-            )
-        return record
 
     def _metrics(self, settings: dict[str, Any], began: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"settings": settings, "seconds": round(time.perf_counter() - began, 2)}

@@ -247,7 +247,6 @@ class Report:
         Returns:
             `tuple[Path, Path]`: The two files.
         """
-        page = self.to_html()
-        return replace_file(Path(folder) / "report.json", self.to_json()), replace_file(
-            Path(folder) / "report.html", page
-        )
+        texts = {"report.json": self.to_json(), "report.html": self.to_html()}
+        report, page = (replace_file(Path(folder) / name, text) for name, text in texts.items())
+        return report, page

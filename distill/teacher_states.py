@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from loopergy.conversion.folders import replace_file
 from loopergy.distill.data import PackedDataset
 from loopergy.distill.stage import config_hash
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
@@ -91,12 +92,6 @@ def _differences(expected: Mapping[str, Any], found: Mapping[str, Any], prefix: 
         elif one != other:
             names.append(f"{prefix}{name}")
     return names
-
-
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, file)
 
 
 def _write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -195,7 +190,7 @@ def _begin(teacher: PreTrainedModel, data: PackedDataset, folder: Path, args: "D
         return manifest
     head = _write_tensors(folder / HEAD_FILE, {"weight": head_weight(teacher).detach().cpu().contiguous()})
     manifest = {**identity, "head": head, "shards": []}
-    _write_json(file, manifest)
+    replace_file(file, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -220,7 +215,7 @@ def _write_shards(
         first += count
         entry = {"file": file.name, "sha256": _write_tensors(file, tensors), "next_row": data.state_dict(first)}
         done.append(entry)
-        _write_json(folder / MANIFEST_FILE, manifest)
+        replace_file(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     bar.close()
 
 

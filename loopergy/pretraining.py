@@ -17,8 +17,6 @@ A recipe that is run again skips the stages whose folder has a `stage.json` and 
 import dataclasses
 import gc
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,21 +27,19 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, set_seed
 
 from loopergy.configuration.configuration_ouro import OuroConfig
+from loopergy.conversion.folders import replace_file
 from loopergy.distill.data import PackedDataset, held_out_batches, load_documents
 from loopergy.distill.pictures import draw_losses, to_svg
 from loopergy.distill.pretrain import GateConfig, GateTrainer, PretrainConfig, PretrainTrainer, evaluate_loops
 from loopergy.distill.processes import join_processes, shared_folder, whole
-from loopergy.distill.recipe import EvaluateSettings, check_keys, read_recipe
+from loopergy.distill.recipe import EvaluateSettings, check_keys, read_recipe, run_stages
 from loopergy.distill.report import loss_curve
-from loopergy.distill.stage import STAGE_FILE, StageError, StageRecord, StageTrainer
+from loopergy.distill.stage import STAGE_FILE, StageRecord, StageTrainer
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
-from loopergy.tasks.catalog import make_task, task_options
-from loopergy.tasks.mixture import TaskShare, TextAndTasks
-from loopergy.tasks.task import ExampleTask
+from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, task_shares
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
 REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
-_SHARE_KEYS = ("task", "share", "whole_rows")
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -139,10 +135,7 @@ class PretrainRecipe:
         check_keys("evaluate", self.evaluate, _fields(EvaluateSettings))
         if isinstance(self.tokenizer, Mapping):
             check_keys("tokenizer", self.tokenizer, ["vocab_size"])
-        for entry in self.tasks:
-            if "task" not in entry or "share" not in entry:
-                raise ValueError(f"tasks: every entry needs `task` and `share`, got {sorted(entry)}.")
-            check_keys(f"tasks, {entry['task']}", entry, [*_SHARE_KEYS, *task_options(entry["task"])])
+        check_entries(self.tasks)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "PretrainRecipe":
@@ -191,7 +184,7 @@ class PretrainRun:
         self.processes = join_processes()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = self._tokenizer()
-        self.tasks = [self._task_share(entry) for entry in recipe.tasks]
+        self.tasks = task_shares(recipe.tasks, self.tokenizer)
         settings = EvaluateSettings(**recipe.evaluate)
         self.held_out = held_out_batches(
             recipe.data,
@@ -211,7 +204,10 @@ class PretrainRun:
         if isinstance(asked, str):
             return AutoTokenizer.from_pretrained(asked)
         folder = self.folder / "tokenizer"
-        if not (folder / "tokenizer_config.json").is_file():
+        missing = not (folder / "tokenizer_config.json").is_file()
+        # None writes before all have looked.
+        self.processes.wait_for_everyone()
+        if missing:
             documents = load_documents(self.recipe.data)
             if not isinstance(documents, list):
                 raise ValueError("A tokenizer is trained on documents at hand, not on a stream: name one to load.")
@@ -221,30 +217,15 @@ class PretrainRun:
                     trained.save_pretrained(unfinished)
         return AutoTokenizer.from_pretrained(str(folder))
 
-    def _task_share(self, entry: Mapping[str, Any]) -> TaskShare:
-        options = {name: value for name, value in entry.items() if name not in _SHARE_KEYS}
-        task = make_task(entry["task"], vocabulary=self.tokenizer, **options)
-        assert isinstance(task, ExampleTask)
-        return TaskShare(task, entry["share"], entry.get("whole_rows", False))
-
     def run(self) -> dict[str, Any]:
         """Run what is not done yet; return what `pretraining.json` holds."""
-        for name in STAGES:
-            settings = getattr(self.recipe, name)
-            if settings is None:
-                continue
-            record = self._finished(name, settings)
-            # None begins a stage before all have seen what is done.
-            self.processes.wait_for_everyone()
-            if record is None:
-                record = self._train(name, settings)
-            if self.is_main:
-                shutil.rmtree(self.folder / "checkpoints" / name, ignore_errors=True)
-                self.on_stage(name, record)
+        parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
+        settings = {name: self._settings(part) for name, part in parts.items()}
+        run_stages(self, settings, lambda name: self._train(name, parts[name]))
         report = self.report()
         if self.is_main:
-            _replace(self.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")
-            _replace(self.folder / CURVE_FILE, to_svg(draw_losses(report["losses"])))
+            replace_file(self.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")
+            replace_file(self.folder / CURVE_FILE, to_svg(draw_losses(report["losses"])))
         return report
 
     def model_folder(self) -> Path:
@@ -253,16 +234,6 @@ class PretrainRun:
         if not done:
             raise FileNotFoundError(f"No stage is finished in {self.folder}.")
         return self.folder / done[-1]
-
-    def _finished(self, name: str, settings: dict[str, Any]) -> StageRecord | None:
-        record = StageRecord.load(self.folder / name)
-        wanted = json.loads(json.dumps(self._settings(settings)))
-        if record is not None and record.metrics.get("settings") != wanted:
-            raise StageError(
-                f"Stage {name!r} in {self.folder} was finished with other settings: {record.metrics.get('settings')}, "
-                f"the recipe has {wanted}. Remove that folder and those of later stages, or give another output."
-            )
-        return record
 
     def _settings(self, stage: dict[str, Any]) -> dict[str, Any]:
         """Return everything that a finished stage depends on."""
@@ -298,9 +269,7 @@ class PretrainRun:
             "loops": evaluate_loops(student, self.held_out),
         }
         if self.tasks:
-            metrics["tasks"] = {
-                entry.task.name: entry.task.evaluate(student, "test", 200, 16).accuracy for entry in self.tasks
-            }
+            metrics["tasks"] = accuracies(student, self.tasks)
         record = trainer.save_stage(self.folder / name, metrics)
         # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
         trainer.accelerator.free_memory()
@@ -320,12 +289,6 @@ class PretrainRun:
             history = json.loads((self.folder / name / "log_history.json").read_text(encoding="utf-8"))
             report["losses"][name] = loss_curve(history)
         return report
-
-
-def _replace(file: Path, text: str) -> None:
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
 
 
 def pretrain(recipe: PretrainRecipe | str | Path, output_dir: str | Path) -> Path:

@@ -140,7 +140,7 @@ def test_a_killed_writer_goes_on_with_the_shard_it_lost(setup, tmp_path, monkeyp
     assert done() == 1
     with pytest.raises(ValueError, match=r"1 of 4 shards\. Pass a teacher"):
         TeacherStates(tmp_path / "cut")
-    stop_at("_write_json", 2)
+    stop_at("replace_file", 2)
     assert (tmp_path / "cut" / "states-00002.safetensors").is_file()
     assert done() == 2
     rows, begun_at = data(), []

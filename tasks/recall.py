@@ -26,15 +26,14 @@ class Recall(ExampleTask):
 
     Args:
         num_pairs (`int`, defaults to 8): Pairs to remember.
-        num_queries (`int`, *optional*): Pairs that are asked, each at most once; all by default.
+        num_queries (`int`, *optional*): Questions, each about another pair until all were asked; `num_pairs` by default.
         length (`int`, defaults to 64): Tokens in a sequence, fillers included.
         num_keys, num_values (`int`, default to 64): Keys and values in the vocabulary.
         vocabulary (`PreTrainedTokenizerBase`, *optional*): The model's tokenizer: keys and values are then words of
             its own, each one token. Its own small vocabulary by default.
 
     Raises:
-        ValueError: More pairs than keys, more queries than pairs, a sequence too short for both, or a tokenizer with
-            too few words.
+        ValueError: More pairs than keys, no query, a sequence too short for both, or a tokenizer with too few words.
     """
 
     num_pairs: int = 8
@@ -50,10 +49,8 @@ class Recall(ExampleTask):
         self.num_queries = self.num_pairs if self.num_queries is None else self.num_queries
         if not 1 <= self.num_pairs <= self.num_keys:
             raise ValueError(f"`num_pairs` must be from 1 to `num_keys` = {self.num_keys}, got {self.num_pairs}.")
-        if not 1 <= self.num_queries <= self.num_pairs:
-            raise ValueError(
-                f"`num_queries` must be from 1 to `num_pairs` = {self.num_pairs}, got {self.num_queries}."
-            )
+        if self.num_queries < 1:
+            raise ValueError(f"`num_queries` must be at least 1, got {self.num_queries}.")
         if self.num_values < 2:
             raise ValueError(f"`num_values` must be at least 2, got {self.num_values}.")
         needed = 2 * (self.num_pairs + self.num_queries)
@@ -101,21 +98,23 @@ class Recall(ExampleTask):
         return self.length
 
     def example(self, rng: random.Random) -> Example:
-        """Draw one sequence; its answers are grouped by how many tokens ago the pair was, in powers of two."""
+        """Draw one sequence; its answers are grouped by how many tokens ago the pair last was, in powers of two."""
         keys = [self._ids[1 + key] for key in rng.sample(range(self.num_keys), self.num_pairs)]
         values = [self._ids[1 + self.num_keys + rng.randrange(self.num_values)] for _ in keys]
         ids = [token for pair in zip(keys, values, strict=True) for token in pair]
-        asked = rng.sample(range(self.num_pairs), self.num_queries or self.num_pairs)
+        rounds, rest = divmod(self.num_queries or self.num_pairs, self.num_pairs)
+        sizes = [self.num_pairs] * rounds + [rest]
+        asked = [pair for size in sizes for pair in rng.sample(range(self.num_pairs), size)]
         fillers = self.length - len(ids) - 2 * len(asked)
         # One of all ways to put the queries among the fillers, each equally likely.
         places = set(rng.sample(range(fillers + len(asked)), len(asked)))
-        answers, queue = [], iter(asked)
+        answers, queue, last = [], iter(asked), [2 * pair for pair in range(self.num_pairs)]
         for place in range(fillers + len(asked)):
             if place not in places:
                 ids.append(self._ids[0])
                 continue
             pair = next(queue)
-            ago = (len(ids) - 2 * pair - 1).bit_length()
+            ago, last[pair] = (len(ids) - last[pair] - 1).bit_length(), len(ids)
             ids += [keys[pair], values[pair]]
             answers.append(Answer(len(ids) - 1, (values[pair],), (f"up to {2**ago:>5} tokens ago",)))
         return Example(ids, answers)

@@ -56,6 +56,22 @@ def test_groups_say_how_long_ago_the_pair_was():
             assert limit / 2 < ago <= limit
 
 
+def test_more_queries_than_pairs_ask_all_pairs_in_turn():
+    task = Recall(num_pairs=3, num_queries=8, length=24, num_keys=5, num_values=5)
+    for index in range(30):
+        example = task.draw("train", index)
+        ids = example.input_ids
+        asked = [ids[answer.start - 1] for answer in example.answers]
+        assert set(asked[:3]) == set(asked[3:6]) == set(ids[:6:2])
+        assert len(set(asked[6:])) == 2
+        assert all(ids[answer.start] == ids[ids.index(ids[answer.start - 1]) + 1] for answer in example.answers)
+        for answer in example.answers:
+            place = answer.start - 1
+            ago = ids[:place][::-1].index(ids[place]) + 1
+            limit = int(answer.groups[0].split()[2])
+            assert limit / 2 < ago <= limit
+
+
 def dictionary(task):
     """Choose as a dictionary does: after a key that was seen before, its value."""
 
@@ -86,7 +102,8 @@ def test_a_guess_among_the_values_is_right_by_chance(guesses):
     ("options", "message"),
     [
         ({"num_pairs": 65, "length": 400}, "num_pairs.*got 65"),
-        ({"num_queries": 9}, "num_queries.*got 9"),
+        ({"num_queries": 0}, "num_queries.*got 0"),
+        ({"num_queries": 25}, "at least 66.*got 64"),
         ({"length": 31}, "at least 32.*got 31"),
         ({"num_values": 1}, "num_values"),
     ],

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.layer_patterns import MIXERS, parse_layer_mixers
@@ -33,6 +34,9 @@ from loopergy.conversion.assemble import empty_student, fill
 from loopergy.conversion.mixer_starts import MapFacts
 from loopergy.conversion.weight_maps import ConversionError, WeightMap
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.modeling.random_windows import RandomWindows
+
+logger = logging.get_logger(__name__)
 
 WEIGHTS_FILE, ARGUMENTS_FILE = "consolidated.pth", "params.json"
 
@@ -190,7 +194,16 @@ def _windows(arguments: Mapping[str, Any], mixers: list[str], loops: int) -> dic
     if "full" not in mixers:
         return {"layer_mixers": mixers}
     if "random" in pattern:
-        raise ConversionError(f"attention_pattern={pattern!r}: windows drawn anew in every pass are not supported")
+        try:
+            windows = RandomWindows.from_pattern(pattern, default or 2048)
+        except ValueError as error:
+            raise ConversionError(f"attention_pattern: {error}") from None
+        logger.warning(
+            f"attention_pattern={pattern!r}: this model was trained with windows drawn anew in every pass, and loads "
+            f"without any. To ask it as published, let several layouts vote: {windows}.vote(model, input_ids), from "
+            "loopergy.modeling.random_windows."
+        )
+        return {"layer_mixers": mixers}
     parts = [part.strip() for part in pattern.split("->")]
     table = [_loop_windows(part, len(mixers), default) for part in (parts if len(parts) > 1 else parts * loops)]
     if len(table) != loops:

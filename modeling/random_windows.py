@@ -12,6 +12,7 @@ with `share_full` = b / (a + b). Its tables give the vote no advantage over a fi
 """
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,19 @@ class RandomWindows:
             raise ValueError(f"share_full must be from 0 to 1, got {self.share_full}.")
         if self.window < 1:
             raise ValueError(f"window must be at least 1 token, got {self.window}.")
+
+    @classmethod
+    def from_pattern(cls, pattern: str, window: int = 2048) -> "RandomWindows":
+        """Read LT2's spelling: `"random:3:1"` for 3 visits with a window to 1 without, `"bookend_random:3:1"`.
+
+        Raises:
+            ValueError: for any other text.
+        """
+        found = re.fullmatch(r"(bookend_)?random:(\d+):(\d+)", pattern.strip())
+        if found is None or int(found[2]) + int(found[3]) == 0:
+            raise ValueError(f"{pattern!r} is no layout by lot: write 'random:3:1' or 'bookend_random:3:1'.")
+        windowed, full = int(found[2]), int(found[3])
+        return cls(full / (windowed + full), window, keep_ends=found[1] is not None)
 
     def draw(self, config: LT2Config, seed: int) -> list[list[int | None]]:
         """Return `loop_windows`, one list a loop with one entry a layer, the same for the same seed.

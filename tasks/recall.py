@@ -26,7 +26,8 @@ class Recall(ExampleTask):
 
     Args:
         num_pairs (`int`, defaults to 8): Pairs to remember.
-        num_queries (`int`, *optional*): Questions, each about another pair until all were asked; `num_pairs` by default.
+        num_queries (`int`, *optional*): Questions, each about another pair until all were asked; as many as pairs by
+            default.
         length (`int`, defaults to 64): Tokens in a sequence, fillers included.
         num_keys, num_values (`int`, default to 64): Keys and values in the vocabulary.
         vocabulary (`PreTrainedTokenizerBase`, *optional*): The model's tokenizer: keys and values are then words of

@@ -185,7 +185,7 @@ def test_sizes_of_the_released_recipes_are_read():
     [
         ({"layer_pattern": "mla"}, "unknown mixer 'mla'.*Known mixers: full, window, gdn"),
         ({"legacy_iteration_weights": True}, "legacy_iteration_weights=True: a weighted sum over loops"),
-        ({"attention_pattern": "random:4:1"}, "windows drawn anew"),
+        ({"attention_pattern": "random:4"}, "attention_pattern: 'random:4' is no layout by lot"),
         ({"attention_pattern": "full->full->full"}, "has 3 loops, but loop_count=2"),
         ({"attention_pattern": "2,None"}, "has 2 entries, but n_layers=3"),
         ({"use_attn_gate": True}, r"that no rule fills: model\.layers\.0\.self_attn\.gate_proj"),
@@ -194,6 +194,14 @@ def test_sizes_of_the_released_recipes_are_read():
 def test_what_lt2_does_not_have_is_refused_by_name(save, changes, says):
     with pytest.raises(ConversionError, match=says):
         lt2_from_official(save(official_state(gate=False), **changes))
+
+
+def test_a_model_of_layouts_by_lot_loads_without_windows_and_says_how_to_ask_it(save, monkeypatch):
+    said = []
+    monkeypatch.setattr("loopergy.conversion.lt2_official.logger.warning", said.append)
+    model = lt2_from_official(save(official_state(), attention_pattern="random:3:1", use_attn_gate=True))
+    assert (model.config.layer_mixers, model.config.loop_windows) == (["full"] * 3, None)
+    assert "RandomWindows(share_full=0.25, window=2048, keep_ends=False).vote(model, input_ids)" in said[0]
 
 
 def test_tensors_that_do_not_belong_are_named(save, tmp_path):

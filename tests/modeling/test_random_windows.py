@@ -99,3 +99,11 @@ def test_a_training_draws_at_every_step_and_saves_the_models_own_layout(tmp_path
     assert seen == [windows.draw(model.config, 10 + step) for step in range(3)]
     assert model.config.loop_windows is None
     assert LT2Config.from_pretrained(tmp_path / "checkpoint-2").loop_windows is None
+
+
+def test_the_official_spellings_are_read():
+    assert RandomWindows.from_pattern("random:3:1", 64) == RandomWindows(0.25, 64)
+    assert RandomWindows.from_pattern("bookend_random:4:1") == RandomWindows(0.2, 2048, keep_ends=True)
+    for text in ("random:3", "random:0:0", "bookend:2"):
+        with pytest.raises(ValueError, match="is no layout by lot"):
+            RandomWindows.from_pattern(text)

@@ -124,26 +124,38 @@ class Study:
             student, self.teacher, batches, keep, strategy=strategy, budget_tokens=round(budget * self.options.distill)
         )
         cost = time.perf_counter() - began
-        student, record = prepare_student(folder, self.teacher, selection.kept_layers)
-        student.to(self.teacher.dtype)
-        before = evaluate_heldout(student, self.teacher, self.held_out)
-        options = {"learning_rate": 1e-3, "body_learning_rate": 1e-4, **distill_changes}
-        args = DistillConfig(**self.settings(file.stem, self.options.distill, seed, **options))
-        trainer = DistillTrainer(student, self.teacher, args, self.text(seed + 2), previous=record)
-        trainer.train()
-        found: dict[str, Any] = {
-            "kept": selection.kept_layers,
-            "selection_seconds": cost,
-            "before": before,
-            "after": evaluate_heldout(student, self.teacher, self.held_out),
-        }
-        if self.options.tasks:
-            found["tasks"] = self.accuracies(student)
+        found: dict[str, Any] = {"kept": selection.kept_layers, "selection_seconds": cost}
+        found |= self.twin(file.parent, seed, selection.kept_layers) if kind == "selection" else {}
+        if "after" not in found:
+            found |= self.distilled(folder, file.stem, seed, selection.kept_layers, distill_changes)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(".unfinished").write_text(json.dumps({"name": name, "keep": keep, "seed": seed, **found}))
         file.with_suffix(".unfinished").rename(file)
+        kl = f"KL {found['before']['kl']:.3f} -> {found['after']['kl']:.3f}"
+        print(f"{kind}: {name}, {keep}, seed {seed}: {kl}", flush=True)
+
+    def twin(self, folder: Path, seed: int, kept: list[int]) -> dict[str, Any]:
+        """Return what an arm measured that kept the same layers: the same training would give the same numbers."""
+        for file in folder.glob("*.json"):
+            arm = json.loads(file.read_text())
+            if (arm["seed"], arm["kept"]) == (seed, kept):
+                return {name: arm[name] for name in ("before", "after", "tasks") if name in arm}
+        return {}
+
+    def distilled(self, aligned: Path, name: str, seed: int, kept: list[int], changes: Any) -> dict[str, Any]:
+        """Distil the aligned student with these layers kept, and return what is measured before and after."""
+        student, record = prepare_student(aligned, self.teacher, kept)
+        student.to(self.teacher.dtype)
+        before = evaluate_heldout(student, self.teacher, self.held_out)
+        options = {"learning_rate": 1e-3, "body_learning_rate": 1e-4, **changes}
+        args = DistillConfig(**self.settings(name, self.options.distill, seed, **options))
+        trainer = DistillTrainer(student, self.teacher, args, self.text(seed + 2), previous=record)
+        trainer.train()
+        found: dict[str, Any] = {"before": before, "after": evaluate_heldout(student, self.teacher, self.held_out)}
+        if self.options.tasks:
+            found["tasks"] = self.accuracies(student)
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-        print(f"{kind}: {name}, {keep}, seed {seed}: KL {before['kl']:.3f} -> {found['after']['kl']:.3f}", flush=True)
+        return found
 
     def accuracies(self, model: PreTrainedModel) -> dict[str, float]:
         """Return the accuracy on each task."""

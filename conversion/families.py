@@ -6,6 +6,7 @@ norms, one loop). A teacher outside is refused here, by a text that names the fe
 """
 
 import copy
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -133,6 +134,7 @@ def load_teacher(
 
     Raises:
         ConversionError: If the object is no transformers model, or if its checkpoint lacks tensors or has extra ones.
+        FileNotFoundError: If there is no such folder or file, nor a model of that name on the Hub.
     """
     if isinstance(teacher, torch.nn.Module):
         inner = getattr(teacher, "_orig_mod", teacher)
@@ -142,7 +144,10 @@ def load_teacher(
                 "wrapper, `merge_and_unload()` of an adapter), a folder, or a Hub id"
             )
         return inner, "memory"
-    source = str(teacher)
+    source = os.path.expanduser(str(teacher))
+    missing = not Path(source).exists()
+    if missing and (source.count("/") > 1 or source[0] in "/." or source.endswith(".gguf")):
+        raise FileNotFoundError(f"There is no folder or file {source!r} to load a model from.")
     options: dict[str, Any] = {"output_loading_info": True, "revision": revision or "main"}
     if dtype is not None:
         options["dtype"] = dtype
@@ -151,7 +156,7 @@ def load_teacher(
         location = str(Path(source).parent)
         options.update(gguf_file=Path(source).name, quantization_config=GgufConfig(dequantize=True))
         options.setdefault("dtype", torch.float32)
-    elif PreTrainedConfig.get_config_dict(location, revision=revision)[0].get("model_type") == "ouro":
+    elif _model_type(location, revision, missing) == "ouro":
         # Straight to our class: the checkpoint's remote code must not be asked for.
         loader = OuroForCausalLM
     loaded: Any = loader.from_pretrained(location, **options)
@@ -163,6 +168,17 @@ def load_teacher(
         listed = "; ".join(f"{kind}: {list_names(str(key) for key in keys)}" for kind, keys in faults.items())
         raise ConversionError(f"the checkpoint {source!r} does not fit its own config: {listed}")
     return model, source
+
+
+def _model_type(location: str, revision: str | None, missing: bool) -> str | None:
+    try:
+        return PreTrainedConfig.get_config_dict(location, revision=revision)[0].get("model_type")
+    except OSError as error:
+        if not missing:
+            raise
+        raise FileNotFoundError(
+            f"{location!r} is no folder here, and the Hub did not give a model of that name: {error}"
+        ) from error
 
 
 def check_teacher(teacher: PreTrainedModel) -> None:

@@ -197,6 +197,15 @@ def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
         raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
 
 
+def _changes(there: Any, here: Any, name: str = "settings") -> list[str]:
+    """Return where two values read from JSON differ, mappings key by key."""
+    if not isinstance(there, dict) or not isinstance(here, dict):
+        return [] if there == here else [f"{name} was {there!r}, the recipe has {here!r}"]
+    keys = list(dict.fromkeys([*there, *here]))
+    inner = [_changes(there.get(key), here.get(key), key if name == "settings" else f"{name}.{key}") for key in keys]
+    return [text for texts in inner for text in texts]
+
+
 def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable[[str], StageRecord]) -> None:
     """Run the stages of a job that its folder does not have yet, and tell of each.
 
@@ -211,10 +220,11 @@ def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable
     for name, settings in stages.items():
         record = StageRecord.load(job.folder / name)
         # As they are read back: JSON turns the layers of a mapping into text.
-        if record is not None and record.metrics.get("settings") != json.loads(json.dumps(settings)):
+        changed = [] if record is None else _changes(record.metrics.get("settings"), json.loads(json.dumps(settings)))
+        if changed:
             raise StageError(
-                f"Stage {name!r} in {job.folder} was finished with other settings: {record.metrics.get('settings')}, "
-                f"the recipe has {settings}. Remove that folder and those of later stages, or give another output."
+                f"Stage {name!r} in {job.folder} was finished with other settings: {'; '.join(changed)}. Remove that "
+                "folder and those of later stages, or give another output."
             )
         # None begins a stage before all have seen what is done.
         job.processes.wait_for_everyone()

@@ -6,6 +6,7 @@ are seen, not only the last of each module. Models without loops (Llama) have `T
 """
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.conversion.families import check_teacher, load_teacher
 
-SMOLLM2 = "smollm2"
+SMOLLM2, OURO_TINY = "smollm2", "ouro-tiny"
 # What of a batch is not an input of the model.
 _NOT_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -31,8 +32,13 @@ def smollm2_file() -> Path | None:
 
 
 def _locate(source: str | Path) -> str:
+    if str(source) == OURO_TINY and not Path(source).exists():
+        raise FileNotFoundError(
+            f"The teacher {OURO_TINY!r} is one that you train first: `loopergy pretrain recipes/ouro-tiny.yaml -o "
+            "runs/ouro-tiny`, two minutes. Then name its folder: `--set teacher=runs/ouro-tiny/gate`."
+        )
     if str(source) != SMOLLM2:
-        return str(source)
+        return os.path.expanduser(str(source))
     file = smollm2_file()
     if file is None:
         raise FileNotFoundError(

@@ -426,7 +426,9 @@ def main() -> None:
     except (ValueError, OSError, ImportError) as error:
         if "--debug" in sys.argv:
             raise
-        typer.echo(f"loopergy: {error}", err=True)
+        # What comes of a folder that is not there: the Hub's client takes its path for a name and finds it malformed.
+        no_folder = "there is no such folder. " if str(error).startswith("Repo id must be") else ""
+        typer.echo(f"loopergy: {no_folder}{error}", err=True)
         typer.echo("(loopergy --debug VERB ... shows where it came from)", err=True)
         raise SystemExit(2) from None
     finally:

@@ -37,6 +37,7 @@ from loopergy.distill.report import loss_curve
 from loopergy.distill.stage import STAGE_FILE, StageRecord, StageTrainer
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, task_shares
+from loopergy.tasks.new_model import check_fields
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
 REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
@@ -51,14 +52,19 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
 
     Args:
         documents (`list[str]`): Text.
-        vocab_size (`int`): Number of tokens.
+        vocab_size (`int`): Number of tokens, at least 259: one a byte and the special ones.
 
     Returns:
         `PreTrainedTokenizerFast`: With a ChatML template.
+
+    Raises:
+        ValueError: Too few tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    if vocab_size < 256 + len(special):
+        raise ValueError(f"tokenizer: `vocab_size` must be at least {256 + len(special)}, got {vocab_size}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -130,6 +136,7 @@ class PretrainRecipe:
 
     def __post_init__(self):
         check_keys("pretrain", self.pretrain, _fields(PretrainConfig))
+        check_fields(OuroConfig, self.model)
         check_keys("gate", self.gate or {}, _fields(GateConfig))
         check_keys("start", self.start or {}, _fields(Start))
         check_keys("evaluate", self.evaluate, _fields(EvaluateSettings))

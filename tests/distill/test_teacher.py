@@ -46,6 +46,34 @@ def test_smollm2_without_its_package_says_what_to_install(monkeypatch):
         resolve_teacher("smollm2")
 
 
+def test_a_teacher_that_is_nowhere_is_an_error_that_says_so(monkeypatch, tmp_path):
+    asked = []
+
+    def unreachable(name, **kwargs):
+        asked.append(name)
+        raise OSError("no connection")
+
+    monkeypatch.setattr("loopergy.conversion.families.PreTrainedConfig.get_config_dict", unreachable)
+    for path in (str(tmp_path / "runs"), "./runs", "runs/ouro/gate", "model.gguf"):
+        with pytest.raises(FileNotFoundError, match="There is no folder or file"):
+            resolve_teacher(path)
+    assert asked == []
+    with pytest.raises(FileNotFoundError, match=r"'some/name' is no folder here, and the Hub did not.*no connection"):
+        resolve_teacher("some/name")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"loopergy pretrain recipes/ouro-tiny\.yaml.*--set teacher="):
+        resolve_teacher("ouro-tiny")
+    assert asked == ["some/name"]
+
+
+def test_a_folder_may_be_named_from_home_on(ouro, byte_tokenizer, tmp_path, monkeypatch):
+    ouro.save_pretrained(tmp_path / "ouro")
+    byte_tokenizer.save_pretrained(tmp_path / "ouro")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert torch.equal(resolve_teacher("~/ouro").lm_head.weight, ouro.lm_head.weight)
+    assert len(resolve_tokenizer("~/ouro")) == len(byte_tokenizer)
+
+
 def test_the_head_on_each_state_gives_the_logits_of_that_loop(ouro, random_batch):
     batch = random_batch()
     states = loop_states(ouro, batch)

@@ -187,6 +187,13 @@ def test_an_error_of_the_library_is_one_line_and_exit_code_2(monkeypatch, capsys
         cli.main()
 
 
+def test_a_folder_that_is_not_there_is_called_that(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["loopergy", "trace", str(tmp_path / "nothing"), "text"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.startswith("loopergy: there is no such folder. ")
+
+
 def test_version_is_shown():
     import loopergy
 

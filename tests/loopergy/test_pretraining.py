@@ -93,12 +93,18 @@ def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(finished
     monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained again"))
     assert PretrainRun(recipe(), folder).run() == report
     assert pretrain(recipe(), folder) == folder / "gate"
-    for changes in (
-        {"model": {**SMALL["model"], "num_loops": 2}},
-        {"seed": 1},
-        {"gate": {**SMALL["gate"], "max_steps": 3}},
+    for changes, named in (
+        (
+            {"model": {**SMALL["model"], "num_loops": 2}},
+            r"settings: model.num_loops was \d+, the recipe has 2\. Remove",
+        ),
+        ({"seed": 1}, r"settings: seed was 0, the recipe has 1\. Remove"),
+        (
+            {"gate": {**SMALL["gate"], "max_steps": 3}},
+            r"'gate' .* settings: max_steps was \d+, the recipe has 3\. Remove",
+        ),
     ):
-        with pytest.raises(StageError, match="other settings"):
+        with pytest.raises(StageError, match=named):
             PretrainRun(recipe(**changes), folder).run()
 
 
@@ -154,6 +160,7 @@ def test_a_trained_tokenizer_has_ouros_special_tokens():
         ({"start": {"std": 1}}, r"start: unknown keys .* embedding_std"),
         ({"tokenizer": {"size": 1}}, r"tokenizer: unknown keys .* vocab_size"),
         ({"evaluate": {"tokens": 1}}, r"evaluate: unknown keys"),
+        ({"model": {"hidden": 3}}, r"OuroConfig has no field hidden; it has .*hidden_size.*num_loops"),
         ({"tasks": [{"task": "recall"}]}, r"needs `task` and `share`"),
         ({"tasks": [{"task": "recall", "share": 0.1, "pairs": 3}]}, r"tasks, recall: unknown keys \['pairs'\]"),
         ({"tasks": [{"task": "chess", "share": 0.1}]}, r"no task 'chess'"),
@@ -163,6 +170,12 @@ def test_a_trained_tokenizer_has_ouros_special_tokens():
 def test_unknown_keys_name_the_known_ones(changes, message):
     with pytest.raises(ValueError, match=message):
         recipe(**changes)
+
+
+def test_a_tokenizer_has_a_token_for_every_byte(tmp_path):
+    with pytest.raises(ValueError, match="`vocab_size` must be at least 259, got 258"):
+        PretrainRun(recipe(tokenizer={"vocab_size": 258}), tmp_path)
+    assert len(pretraining.train_tokenizer(["some text"], 259)) == 259
 
 
 def test_a_task_of_another_vocabulary_is_refused(tmp_path):

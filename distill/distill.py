@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from loopergy.conversion import restore_layers
 from loopergy.distill.body import BodyConfig, BodyTrainer, prepare_body
-from loopergy.distill.losses import IGNORE, linear_kl, loop_weights
+from loopergy.distill.losses import IGNORE, check_kl_options, linear_kl, loop_weights
 from loopergy.distill.stage import (
     StageError,
     StageModule,
@@ -74,6 +74,7 @@ class DistillConfig(BodyConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        check_kl_options(self.direction, self.temperature, self.top_k)
         if self.teacher_states_dtype not in (None, "bfloat16", "float16", "float32", "float64"):
             raise ValueError(
                 f"`teacher_states_dtype` must be bfloat16, float16, float32, float64 or None for the teacher's, got "

@@ -41,6 +41,11 @@ class ExtendConfig(BodyConfig):
         default=None, metadata={"help": "New base of the rotary embeddings. None: leave it."}
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kl_weight < 0:
+            raise ValueError(f"`kl_weight` must be at least 0, got {self.kl_weight}.")
+
 
 class ExtendModule(StageModule):
     """Compute cross-entropy and KL of a batch; see the head of this file.
@@ -63,8 +68,6 @@ class ExtendModule(StageModule):
         **body: Any,
     ):
         super().__init__(student, teacher)
-        if kl_weight < 0:
-            raise ValueError(f"`kl_weight` must be at least 0, got {kl_weight}.")
         if kl_weight > 0 and teacher is None:
             raise ValueError(f"kl_weight={kl_weight} needs a teacher; pass one, or kl_weight=0.")
         self.kl_weight, self.chunk_size = kl_weight, chunk_size

@@ -224,6 +224,16 @@ def default_chunk_size(vocab_size: int) -> int:
     return max(16, CHUNK_ELEMENTS // vocab_size)
 
 
+def check_kl_options(direction: str, temperature: float, top_k: int | None) -> None:
+    """Raise `ValueError` for options that [`linear_kl`] does not take."""
+    if direction not in get_args(Direction):
+        raise ValueError(f"`direction` must be one of {get_args(Direction)}, got {direction!r}.")
+    if temperature <= 0:
+        raise ValueError(f"`temperature` must be above 0, got {temperature}.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"`top_k` must be at least 1, or None for the full vocabulary; got {top_k}.")
+
+
 def linear_kl(
     student_hidden: torch.Tensor,
     student_head: torch.Tensor,
@@ -266,12 +276,7 @@ def linear_kl(
     Raises:
         ValueError: An unknown direction, a temperature or `top_k` that is not positive, or vocabularies that differ.
     """
-    if direction not in get_args(Direction):
-        raise ValueError(f"`direction` must be one of {get_args(Direction)}, got {direction!r}.")
-    if temperature <= 0:
-        raise ValueError(f"`temperature` must be above 0, got {temperature}.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"`top_k` must be at least 1, or None for the full vocabulary; got {top_k}.")
+    check_kl_options(direction, temperature, top_k)
     teacher_head = _check_vocabulary(student_head, teacher_head, truncate_vocabulary).detach()
     student_rows, teacher_rows = _rows(student_hidden, mask), _rows(teacher_hidden.detach(), mask)
     analytic = direction == "forward" and (top_k is None or top_k >= student_head.shape[0])

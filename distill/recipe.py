@@ -19,8 +19,6 @@ extend:  {target_tokens: 600_000_000}
 import dataclasses
 import gc
 import json
-import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion import convert
+from loopergy.conversion import convert, parse_keep_layers
 from loopergy.conversion.folders import replace_file
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
@@ -42,12 +39,13 @@ from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
 from loopergy.distill.processes import join_processes, shared_folder, whole
+from loopergy.distill.recipe_parts import EvaluateSettings, check_keys, field_names, read_recipe, run_stages
 from loopergy.distill.report import HeldOut, Report, evaluate_heldout, gap_closed, loss_curve
-from loopergy.distill.select import Selection, select_layers
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord, StageTrainer
+from loopergy.distill.select import Selection, select_layers, wanted_layers
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer, check_row_length
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
-from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, task_shares
+from loopergy.tasks.mixture import TaskShare, TextAndTasks, accuracies, check_entries, check_shares, task_shares
 
 STAGES = ("convert", "calibrate", "align", "select", "distill", "extend")
 # What a stage may have of its own.
@@ -92,15 +90,6 @@ class SelectSettings:
 
 
 @dataclass
-class EvaluateSettings:
-    """The `evaluate` part of a recipe: the held-out text after every stage."""
-
-    num_tokens: int = field(default=32768, metadata={"help": "Held-out tokens; 0 skips the evaluation."})
-    length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
-    batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
-
-
-@dataclass
 class Recipe:
     """What to train, on what, and how; a YAML file with these keys.
 
@@ -135,13 +124,13 @@ class Recipe:
         for name, (config, _) in STAGE_CLASSES.items():
             part = getattr(self, name)
             if part is not None:
-                check_keys(name, part, [*_names(config), *_PER_STAGE])
+                check_keys(name, part, [*field_names(config), *_PER_STAGE])
                 check_entries(part.get("tasks", ()))
         if self.select is not None:
-            check_keys("select", self.select, _names(SelectSettings))
+            check_keys("select", self.select, field_names(SelectSettings))
         if self.calibrate is not None:
-            check_keys("calibrate", self.calibrate, _names(CalibrateSettings))
-        check_keys("evaluate", self.evaluate, _names(EvaluateSettings))
+            check_keys("calibrate", self.calibrate, field_names(CalibrateSettings))
+        check_keys("evaluate", self.evaluate, field_names(EvaluateSettings))
         check_entries(self.tasks)
         if self.tasks and self.documents != "separate":
             raise ValueError(f"`tasks` need `documents: separate`, as every example is one; got {self.documents!r}.")
@@ -153,7 +142,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "Recipe":
         """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
-        check_keys(source, values, _names(cls))
+        check_keys(source, values, field_names(cls))
         if "teacher" not in values:
             raise ValueError(f"{source}: the key `teacher` is missing.")
         return cls(**values)
@@ -162,77 +151,6 @@ class Recipe:
     def from_yaml(cls, path: str | Path) -> "Recipe":
         """Read a recipe from a YAML file."""
         return cls.from_dict(read_recipe(path), str(path))
-
-
-def read_recipe(path: str | Path) -> dict[str, Any]:
-    """Read the keys and values of a YAML file; `1e-4` is a number.
-
-    Raises:
-        ValueError: The file is not a mapping.
-    """
-    values = _numbers(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: a recipe is a mapping of keys, got {type(values).__name__}.")
-    return values
-
-
-def _numbers(value: Any) -> Any:
-    """Read `1e-4` as a number, as everyone but YAML 1.1 does."""
-    if isinstance(value, dict):
-        return {key: _numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_numbers(entry) for entry in value]
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value)
-    return float(value) if is_number else value
-
-
-def _names(kind: type) -> list[str]:
-    return [entry.name for entry in dataclasses.fields(kind)]
-
-
-def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
-    """Raise `ValueError` for keys that are not known; the text lists those that are."""
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
-
-
-def _changes(there: Any, here: Any, name: str = "settings") -> list[str]:
-    """Return where two values read from JSON differ, mappings key by key."""
-    if not isinstance(there, dict) or not isinstance(here, dict):
-        return [] if there == here else [f"{name} was {there!r}, the recipe has {here!r}"]
-    keys = list(dict.fromkeys([*there, *here]))
-    inner = [_changes(there.get(key), here.get(key), key if name == "settings" else f"{name}.{key}") for key in keys]
-    return [text for texts in inner for text in texts]
-
-
-def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable[[str], StageRecord]) -> None:
-    """Run the stages of a job that its folder does not have yet, and tell of each.
-
-    Args:
-        job ([`RecipeRun`] or alike): With `folder`, `processes`, `is_main` and `on_stage`.
-        stages (mapping): Name of a stage, in order, to the settings that its record holds.
-        perform (callable): Runs a stage.
-
-    Raises:
-        StageError: A stage that was finished with other settings.
-    """
-    for name, settings in stages.items():
-        record = StageRecord.load(job.folder / name)
-        # As they are read back: JSON turns the layers of a mapping into text.
-        changed = [] if record is None else _changes(record.metrics.get("settings"), json.loads(json.dumps(settings)))
-        if changed:
-            raise StageError(
-                f"Stage {name!r} in {job.folder} was finished with other settings: {'; '.join(changed)}. Remove that "
-                "folder and those of later stages, or give another output."
-            )
-        # None begins a stage before all have seen what is done.
-        job.processes.wait_for_everyone()
-        if record is None:
-            record = perform(name)
-        if job.is_main:
-            shutil.rmtree(job.folder / "checkpoints" / name, ignore_errors=True)
-            job.on_stage(name, record)
 
 
 class RecipeRun:
@@ -283,11 +201,38 @@ class RecipeRun:
         """Run what is not done yet; return the report of everything, which is written too."""
         self.folder.mkdir(parents=True, exist_ok=True)
         parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
+        self._check(parts)
         run_stages(self, parts, lambda name: getattr(self, f"_{name}")(parts[name]))
         report = self.report()
         if self.is_main:
             report.save(self.folder)
         return report
+
+    def _check(self, parts: Mapping[str, dict[str, Any]]) -> None:
+        """Raise now what a later stage would raise after hours: settings that no stage takes."""
+        config: Any = self.teacher.config
+        for name in STAGE_CLASSES:
+            if name not in parts:
+                continue
+            args = self._arguments(name, parts[name])
+            check_row_length(args.length, getattr(args, "extend_to", None) or config.max_position_embeddings)
+            check_shares(self._tasks_of(parts[name]), args.length)
+            if isinstance(args, DistillConfig):
+                args.schedule(0.0, num_loops(self.teacher))
+        if "select" in parts:
+            chosen, layers = SelectSettings(**parts["select"]), config.num_hidden_layers
+            own = parse_keep_layers(parts["convert"].get("keep_layers", []), layers)
+            wanted_layers(chosen.keep, chosen.strategy, chosen.budget_tokens, layers, own)
+
+    def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
+        """Return the arguments of a stage's trainer."""
+        fields = {key: value for key, value in settings.items() if key not in _PER_STAGE}
+        folder = self.folder / "checkpoints" / name
+        return STAGE_CLASSES[name][0](output_dir=str(folder), **{"seed": self.recipe.seed, **fields})
+
+    def _tasks_of(self, settings: dict[str, Any]) -> list[TaskShare]:
+        """Return the tasks that a stage trains on."""
+        return task_shares(settings["tasks"], self.tokenizer) if "tasks" in settings else self.tasks
 
     @property
     def is_main(self) -> bool:
@@ -397,10 +342,7 @@ class RecipeRun:
     ) -> StageRecord:
         """Run one stage with a trainer, or what of it an interrupted run left."""
         began = time.perf_counter()
-        config_class, trainer_class = STAGE_CLASSES[name]
-        fields = {key: value for key, value in settings.items() if key not in _PER_STAGE}
-        options = {"seed": self.recipe.seed, **fields}
-        args: StageConfig = config_class(output_dir=str(self.folder / "checkpoints" / name), **options)
+        args = self._arguments(name, settings)
         seed = self.recipe.seed + _DATA_SEEDS[name]
         data: Any = PackedDataset(
             settings.get("data", self.recipe.data),
@@ -409,13 +351,12 @@ class RecipeRun:
             documents=self.recipe.documents,  # type: ignore[arg-type]
             seed=seed,
         )
-        tasks = task_shares(settings["tasks"], self.tokenizer) if "tasks" in settings else self.tasks
-        if tasks:
+        if tasks := self._tasks_of(settings):
             data = TextAndTasks(data, tasks, seed)
         if isinstance(student, str):
             student = self._load(Path(student).name)
         teacher = None if isinstance(args, ExtendConfig) and args.kl_weight == 0 else self.teacher
-        trainer: StageTrainer = trainer_class(
+        trainer: StageTrainer = STAGE_CLASSES[name][1](
             student, teacher, args, data, processing_class=self.tokenizer, previous=previous
         )
         trainer.train_or_resume()

@@ -225,6 +225,31 @@ def _trained_kl(
             module.load_state_dict(state)
 
 
+def wanted_layers(
+    keep: int | float | Sequence[int] | str, strategy: str, budget_tokens: int, num_layers: int, own: Sequence[int]
+) -> list[int]:
+    """Return the layers that `keep` names, or as many as it asks for.
+
+    Args:
+        keep, strategy, budget_tokens: As in [`select_layers`].
+        num_layers (`int`): Physical layers of the student.
+        own (sequence of `int`): Its layers that have full attention already.
+
+    Raises:
+        ValueError: As in [`select_layers`].
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
+    if budget_tokens and strategy != "oneshot":
+        raise ValueError(f"`budget_tokens`={budget_tokens} needs strategy='oneshot', got {strategy!r}.")
+    wanted = parse_keep_layers(keep, num_layers)
+    if strategy == "given" and isinstance(keep, int | float):
+        raise ValueError(f"strategy='given' needs the list of layers as `keep`, got {keep!r}.")
+    if len(wanted) < len(own) or (strategy in ("given", "uniform") and not set(own) <= set(wanted)):
+        raise ValueError(f"The student has full attention in layers {own} already; `keep`={keep!r} must include them.")
+    return wanted
+
+
 def select_layers(
     student: LT2ForCausalLM,
     teacher: PreTrainedModel,
@@ -259,16 +284,8 @@ def select_layers(
         ValueError: An unknown strategy; more or fewer layers than possible; layers given twice or out of range; a
             budget with another strategy.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
-    if budget_tokens and strategy != "oneshot":
-        raise ValueError(f"`budget_tokens`={budget_tokens} needs strategy='oneshot', got {strategy!r}.")
     total, own = student.config.num_hidden_layers, kept_layers(student.config)
-    wanted = parse_keep_layers(keep, total)
-    if strategy == "given" and isinstance(keep, int | float):
-        raise ValueError(f"strategy='given' needs the list of layers as `keep`, got {keep!r}.")
-    if len(wanted) < len(own) or (strategy in ("given", "uniform") and not set(own) <= set(wanted)):
-        raise ValueError(f"The student has full attention in layers {own} already; `keep`={keep!r} must include them.")
+    wanted = wanted_layers(keep, strategy, budget_tokens, total, own)
     began, training = time.perf_counter(), student.training
     student.eval()
     mixers = list(student.config.layer_mixers)

@@ -48,15 +48,8 @@ STAGE_FILE = "stage.json"
 DATA_STATE_FILE = "data_state.json"
 _UNFINISHED = ".unfinished"
 # Fields of a config that say nothing about what the weights compute.
-_NOT_HASHED = (
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "use_cache",
-    "_name_or_path",
-    "auto_map",
-    "max_position_embeddings",
-)
+_NOT_HASHED = ("transformers_version", "architectures", "dtype", "use_cache", "_name_or_path", "auto_map")
+_NOT_HASHED += ("max_position_embeddings",)
 
 
 class StageError(ValueError):
@@ -203,10 +196,14 @@ class StageConfig(TrainingArguments):
         super().__post_init__()
         # Pinned memory without an accelerator is a warning and nothing else.
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
+        for name, least in (("length", 2), ("target_tokens", 1), ("learning_rate", 0), ("body_learning_rate", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
         if self.target_tokens is not None:
             if self.max_steps > 0:
                 raise ValueError(
-                    f"Both target_tokens={self.target_tokens} and max_steps={self.max_steps} are given; give one."
+                    f"Give `target_tokens` or `max_steps`, not both ({self.target_tokens}, {self.max_steps})."
                 )
             self.max_steps = math.ceil(self.target_tokens / (self.rows_per_step * self.length))
 
@@ -214,6 +211,15 @@ class StageConfig(TrainingArguments):
     def rows_per_step(self) -> int:
         """Rows of data in one optimizer step, over all processes."""
         return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+
+def check_row_length(length: int, limit: int) -> None:
+    """Raise `ValueError` for rows longer than the `max_position_embeddings` of a student."""
+    if length > limit:
+        raise ValueError(
+            f"Rows have {length} tokens, but the student's max_position_embeddings is {limit}. Use rows of at most "
+            f"{limit}, or ExtendTrainer with `extend_to={length}`."
+        )
 
 
 class StageModule(nn.Module):
@@ -248,12 +254,7 @@ class StageModule(nn.Module):
 
     def check_length(self, input_ids: torch.Tensor) -> None:
         """Refuse rows longer than the student's config declares."""
-        limit = self.student.config.max_position_embeddings
-        if input_ids.shape[1] > limit:
-            raise ValueError(
-                f"Rows have {input_ids.shape[1]} tokens, but the student's max_position_embeddings is {limit}. Use "
-                f"rows of at most {limit}, or ExtendTrainer with `extend_to={input_ids.shape[1]}`."
-            )
+        check_row_length(input_ids.shape[1], self.student.config.max_position_embeddings)
 
 
 def batch_targets(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -14,7 +14,6 @@ gate: {target_tokens: 50_000, length: 512}
 A recipe that is run again skips the stages whose folder has a `stage.json` and resumes the one that was interrupted.
 """
 
-import dataclasses
 import gc
 import json
 import time
@@ -32,11 +31,11 @@ from loopergy.distill.data import PackedDataset, held_out_batches, load_document
 from loopergy.distill.pictures import draw_losses, to_svg
 from loopergy.distill.pretrain import GateConfig, GateTrainer, PretrainConfig, PretrainTrainer, evaluate_loops
 from loopergy.distill.processes import join_processes, shared_folder, whole
-from loopergy.distill.recipe import EvaluateSettings, check_keys, read_recipe, run_stages
+from loopergy.distill.recipe_parts import EvaluateSettings, check_keys, field_names, read_recipe, run_stages
 from loopergy.distill.report import loss_curve
-from loopergy.distill.stage import STAGE_FILE, StageRecord, StageTrainer
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
-from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, task_shares
+from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, check_shares, task_shares
 from loopergy.tasks.new_model import check_fields
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
@@ -135,11 +134,11 @@ class PretrainRecipe:
     seed: int = 0
 
     def __post_init__(self):
-        check_keys("pretrain", self.pretrain, _fields(PretrainConfig))
+        check_keys("pretrain", self.pretrain, field_names(PretrainConfig))
         check_fields(OuroConfig, self.model)
-        check_keys("gate", self.gate or {}, _fields(GateConfig))
-        check_keys("start", self.start or {}, _fields(Start))
-        check_keys("evaluate", self.evaluate, _fields(EvaluateSettings))
+        check_keys("gate", self.gate or {}, field_names(GateConfig))
+        check_keys("start", self.start or {}, field_names(Start))
+        check_keys("evaluate", self.evaluate, field_names(EvaluateSettings))
         if isinstance(self.tokenizer, Mapping):
             check_keys("tokenizer", self.tokenizer, ["vocab_size"])
         check_entries(self.tasks)
@@ -152,16 +151,12 @@ class PretrainRecipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "PretrainRecipe":
         """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
-        check_keys(source, values, _fields(cls))
+        check_keys(source, values, field_names(cls))
         if "pretrain" not in values:
             raise ValueError(
                 f"{source}: the key `pretrain` is missing. (Recipes with a `teacher` are for `loopergy run`.)"
             )
         return cls(**values)
-
-
-def _fields(kind: type) -> list[str]:
-    return [entry.name for entry in dataclasses.fields(kind)]
 
 
 class PretrainRun:
@@ -227,6 +222,9 @@ class PretrainRun:
     def run(self) -> dict[str, Any]:
         """Run what is not done yet; return what `pretraining.json` holds."""
         parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
+        for name, part in parts.items():
+            # What the second stage refuses is not to come up after the first.
+            check_shares(self.tasks, self._arguments(name, part).length)
         settings = {name: self._settings(part) for name, part in parts.items()}
         run_stages(self, settings, lambda name: self._train(name, parts[name]))
         report = self.report()
@@ -248,6 +246,11 @@ class PretrainRun:
         names = ("data", "tokenizer", "model", "start", "tasks", "seed")
         return {**{name: getattr(recipe, name) for name in names}, **stage}
 
+    def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
+        """Return the arguments of a stage's trainer."""
+        folder = self.folder / "checkpoints" / name
+        return STAGES[name][0](output_dir=str(folder), **{"seed": self.recipe.seed, **settings})
+
     def _new_model(self) -> OuroForCausalLM:
         set_seed(self.recipe.seed)
         model = OuroForCausalLM(
@@ -259,15 +262,13 @@ class PretrainRun:
 
     def _train(self, name: str, settings: dict[str, Any]) -> StageRecord:
         began = time.perf_counter()
-        config_class, trainer_class = STAGES[name]
-        folder = self.folder / "checkpoints" / name
-        args = config_class(output_dir=str(folder), **{"seed": self.recipe.seed, **settings})
+        args = self._arguments(name, settings)
         seed = self.recipe.seed + list(STAGES).index(name)
         data: Any = PackedDataset(self.recipe.data, self.tokenizer, args.length, seed=seed)
         if self.tasks:
             data = TextAndTasks(data, self.tasks, seed)
         model = self._new_model() if name == "pretrain" else str(self.folder / "pretrain")
-        trainer: StageTrainer = trainer_class(model, None, args, data, processing_class=self.tokenizer)
+        trainer: StageTrainer = STAGES[name][1](model, None, args, data, processing_class=self.tokenizer)
         trainer.train_or_resume()
         student: Any = whole(trainer.student)
         metrics: dict[str, Any] = {

@@ -70,6 +70,19 @@ def task_shares(entries: Sequence[Mapping[str, Any]], tokenizer: PreTrainedToken
     return found
 
 
+def check_shares(tasks: Sequence[TaskShare], length: int) -> None:
+    """Raise `ValueError` for shares that leave no text, or examples longer than a row of `length` tokens."""
+    shares = [entry.share for entry in tasks]
+    if any(share <= 0 for share in shares) or sum(shares) >= 1:
+        raise ValueError(f"Shares must be above 0 and sum to less than 1, got {shares}: the rest is text.")
+    for entry in tasks:
+        if entry.task.row_length > length:
+            raise ValueError(
+                f"An example of {entry.task.name!r} has {entry.task.row_length} tokens, a row {length}: give the task "
+                "a shorter `length`, or longer rows."
+            )
+
+
 def accuracies(model: PreTrainedModel, tasks: Sequence[TaskShare], count: int = 200) -> dict[str, float]:
     """Return the accuracy on `count` unseen examples of each task, by its name."""
     return {entry.task.name: entry.task.evaluate(model, "test", count, 16).accuracy for entry in tasks}
@@ -91,16 +104,7 @@ class TextAndTasks(IterableDataset):
     """
 
     def __init__(self, text: PackedDataset, tasks: Sequence[TaskShare], seed: int = 0):
-        total = sum(entry.share for entry in tasks)
-        if any(entry.share <= 0 for entry in tasks) or total >= 1:
-            shares = [entry.share for entry in tasks]
-            raise ValueError(f"Shares must be above 0 and sum to less than 1, got {shares}: the rest is text.")
-        for entry in tasks:
-            if entry.task.row_length > text.length:
-                raise ValueError(
-                    f"An example of {entry.task.name!r} has {entry.task.row_length} tokens, a row {text.length}: give "
-                    f"the task a shorter `length`, or longer rows."
-                )
+        check_shares(tasks, text.length)
         if not text.separate:
             raise ValueError("The text must keep documents separate (`documents='separate'`), as the examples are.")
         self.text, self.tasks, self.seed = text, list(tasks), seed

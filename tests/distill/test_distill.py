@@ -198,7 +198,7 @@ def test_rows_longer_than_the_declared_positions_are_refused(ouro, tmp_path, ran
 def test_target_tokens_set_the_number_of_steps(tmp_path):
     args = settings(tmp_path, max_steps=-1, target_tokens=1000, gradient_accumulation_steps=3)
     assert args.max_steps == 14  # 2 rows, 3 batches, 12 tokens: 72 tokens a step
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(ValueError, match="not both"):
         settings(tmp_path, max_steps=5, target_tokens=1000)
 
 

@@ -25,12 +25,12 @@ def test_loss_is_the_cross_entropy_plus_the_weighted_kl_of_the_last_loop(teacher
     assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
 
 
-def test_a_weight_on_the_kl_needs_a_teacher(ouro):
+def test_a_weight_on_the_kl_needs_a_teacher(ouro, tmp_path):
     student = convert(ouro, keep_layers=[1]).model
     with pytest.raises(ValueError, match=r"kl_weight=0\.5 needs a teacher"):
         ExtendModule(student, None, kl_weight=0.5)
     with pytest.raises(ValueError, match="at least 0"):
-        ExtendModule(student, None, kl_weight=-1.0)
+        ExtendConfig(str(tmp_path), kl_weight=-1.0)
 
 
 def test_pads_and_ignored_labels_do_not_count(ouro, random_batch):

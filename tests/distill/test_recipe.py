@@ -134,6 +134,42 @@ def test_tasks_are_trained_on_and_measured(small, tmp_path, monkeypatch, topics_
         Recipe(teacher="tiny", tasks=[{"share": 0.4}])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"select": {"keep": 9}}, r"keep_layers=9: out of range"),
+        ({"select": {"keep": 1, "strategy": "best"}}, "`strategy` must be one of"),
+        ({"select": {"keep": 0}, "convert": {"keep_layers": [1]}}, r"full attention in layers \[1\] already"),
+        ({"extend": {**TRAINING, "length": 1}}, "`length` must be at least 2, got 1"),
+        ({"extend": {"length": 24, "target_tokens": 0}}, "`target_tokens` must be at least 1, got 0"),
+        ({"distill": {**TRAINING, "learning_rate": -1.0}}, "`learning_rate` must be at least 0, got -1"),
+        ({"distill": {**TRAINING, "body_learning_rate": -1.0}}, "`body_learning_rate` must be at least 0, got -1"),
+        ({"distill": {**TRAINING, "direction": "sideways"}}, "`direction` must be one of"),
+        ({"distill": {**TRAINING, "final_mass": 0.1}}, "`final_mass` must lie between"),
+        ({"extend": {**TRAINING, "kl_weight": -1.0}}, "`kl_weight` must be at least 0"),
+        (
+            {"extend": {**TRAINING, "length": 4096}},
+            r"Rows have 4096 tokens.*max_position_embeddings is \d+.*extend_to",
+        ),
+    ],
+)
+def test_what_a_later_stage_refuses_comes_up_before_the_first(small, changes, message, tmp_path):
+    job, done = small(**changes)
+    with pytest.raises(ValueError, match=message):
+        job.run()
+    assert done == []
+
+
+def test_tasks_too_long_for_a_later_stage_come_up_before_the_first(small, new_ouro, topics_tokenizer):
+    teacher = new_ouro(torch.float32, vocab_size=len(topics_tokenizer))
+    tasks = [{"task": "recall", "share": 0.5, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}]
+    changes = {"extend": {**TRAINING, "length": 16, "tasks": tasks}}
+    job, done = small(**changes, teacher_and_tokenizer=(teacher, topics_tokenizer))
+    with pytest.raises(ValueError, match="'recall' has 24 tokens, a row 16"):
+        job.run()
+    assert done == []
+
+
 def test_stages_can_be_left_out(small, tmp_path):
     pytest.importorskip("matplotlib")
     job, done = small(select=None, extend=None, convert={"keep_layers": [1]}, evaluate={"num_tokens": 0})

@@ -172,6 +172,14 @@ def test_unknown_keys_name_the_known_ones(changes, message):
         recipe(**changes)
 
 
+def test_what_the_gate_refuses_comes_up_before_pretraining(tmp_path):
+    for gate, message in (({"length": 1}, "`length` must be at least 2"), ({"length": 16}, "a row 16")):
+        run = PretrainRun(recipe(gate={**SMALL["gate"], **gate}), tmp_path / "run")
+        with pytest.raises(ValueError, match=message):
+            run.run()
+    assert not (tmp_path / "run" / "pretrain").exists()
+
+
 def test_a_tokenizer_has_a_token_for_every_byte(tmp_path):
     with pytest.raises(ValueError, match="`vocab_size` must be at least 259, got 258"):
         PretrainRun(recipe(tokenizer={"vocab_size": 258}), tmp_path)

@@ -72,6 +72,7 @@ def test_a_folder_may_be_named_from_home_on(ouro, byte_tokenizer, tmp_path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     assert torch.equal(resolve_teacher("~/ouro").lm_head.weight, ouro.lm_head.weight)
     assert len(resolve_tokenizer("~/ouro")) == len(byte_tokenizer)
+    assert convert("~/ouro", keep_layers="all").model.config.num_loops == ouro.config.num_loops
 
 
 def test_the_head_on_each_state_gives_the_logits_of_that_loop(ouro, random_batch):

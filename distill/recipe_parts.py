@@ -5,14 +5,18 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from loopergy.distill.stage import StageError, StageRecord
+
+LOCK_FILE = ".running"
 
 
 @dataclass
@@ -76,8 +80,32 @@ def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable
         perform (callable): Runs a stage.
 
     Raises:
-        StageError: A stage that was finished with other settings.
+        StageError: A stage that was finished with other settings, or a folder that another run is writing to.
     """
+    with _alone(job):
+        _run_stages(job, stages, perform)
+
+
+@contextmanager
+def _alone(job: Any) -> Iterator[None]:
+    """Keep a second command from writing to the same folder; a run that was killed keeps nobody out."""
+    if not job.is_main:
+        yield
+        return
+    lock = FileLock(job.folder / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise StageError(f"{job.folder} is in use by another run. Wait for it, or give another output.") from None
+    except NotImplementedError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable[[str], StageRecord]) -> None:
     for name, settings in stages.items():
         record = StageRecord.load(job.folder / name)
         # As they are read back: JSON turns the layers of a mapping into text.

@@ -134,6 +134,35 @@ def test_tasks_are_trained_on_and_measured(small, tmp_path, monkeypatch, topics_
         Recipe(teacher="tiny", tasks=[{"share": 0.4}])
 
 
+def test_a_folder_that_another_run_writes_to_is_refused(small, tmp_path, monkeypatch):
+    job, done = small(select=None, distill=None, extend=None)
+    second, _ = small(select=None, distill=None, extend=None)
+    original = RecipeRun._convert
+
+    def meanwhile(self, settings):
+        with pytest.raises(StageError, match="out is in use by another run"):
+            second.run()
+        return original(self, settings)
+
+    monkeypatch.setattr(RecipeRun, "_convert", meanwhile)
+    pytest.importorskip("matplotlib")
+    job.run()
+    assert done == ["convert", "align"]
+    second.run()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(small, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def unsupported(self):
+        raise NotImplementedError
+
+    monkeypatch.setattr("filelock.FileLock.acquire", unsupported)
+    job, done = small(select=None, distill=None, extend=None)
+    job.run()
+    assert done == ["convert", "align"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

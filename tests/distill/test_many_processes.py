@@ -88,6 +88,8 @@ def test_a_recipe_on_two_processes_is_the_recipe_on_one_and_survives_a_kill_in_e
     # The logs keep losses in float32.
     check_same_run(job / "one", job / "two", rel=2e-7)
     check_same_run(job / "one", job / "killed", rel=2e-7)
+    check_same_run(job / "one", job / "stored", rel=2e-7)
+    assert len(list((job / "states").glob("states-*.safetensors"))) > 0
     killed = json.loads((job / "killed_runs.json").read_text())
     stages = [[name for name in STAGES if name in run] for run in killed]
     assert stages == [["convert"], ["convert", "align"], ["convert", "align", "select"], [*STAGES[:4]]]

@@ -120,9 +120,19 @@ def recipe_values(folder: Path, dtype: str) -> dict[str, Any]:
     }
 
 
-def pipeline(folder: Path, name: str, kill: tuple[str, int, int] | None = None, dtype: str = "float64") -> None:
-    """Run a recipe into `folder / name`; with `kill`, this rank is killed in that stage at that step."""
+def pipeline(
+    folder: Path,
+    name: str,
+    kill: tuple[str, int, int] | None = None,
+    dtype: str = "float64",
+    states: str | None = None,
+) -> None:
+    """Run a recipe into `folder / name`; with `kill`, this rank is killed in that stage at that step.
+
+    With `states`, stage 2 reads the teacher's states from that folder.
+    """
     values = recipe_values(folder, dtype)
+    values["distill"]["teacher_states"] = states and str(folder / states)
     whole, sharded = recipe_room.whole, []
 
     def watched(model: PreTrainedModel) -> PreTrainedModel:
@@ -156,7 +166,7 @@ def _arm(stage: str, step: int) -> None:
 
 
 def case_pipeline(folder: Path) -> None:
-    """Run the recipe on one process, on two, on two sharded, and on two with a process killed in every stage."""
+    """Run the recipe on one process, on two, with one killed in every stage, and with the teacher's states on disk."""
     assert run(1, pipeline, folder, "one") == [0]
     assert run(2, pipeline, folder, "two") == [0, 0]
     generator = torch.Generator().manual_seed(5)
@@ -170,6 +180,8 @@ def case_pipeline(folder: Path) -> None:
         killed.append(sorted(path.name for path in (folder / "killed").iterdir()))
     assert run(2, pipeline, folder, "killed") == [0, 0]
     write(folder / "killed_runs", killed)
+    assert run(2, pipeline, folder, "stored", ("distill", 1, 2), "float64", "states")[1] == -signal.SIGKILL
+    assert run(2, pipeline, folder, "stored", None, "float64", "states") == [0, 0]
 
 
 def case_sharded_pipeline(folder: Path) -> None:

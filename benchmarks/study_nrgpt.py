@@ -17,7 +17,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from loopergy.tasks.catalog import make_task
+from loopergy.conversion.folders import replace_file
+from loopergy.tasks.characters import Characters
 from loopergy.tasks.listops import ListOps
 from loopergy.tasks.new_model import new_model
 from loopergy.tasks.training import HISTORY_FILE, History, TaskConfig, train_on_task
@@ -69,7 +70,7 @@ def settings(folder: Path, name: str, seed: int, **changes: Any) -> TaskConfig:
 
 def peer(options: argparse.Namespace) -> None:
     """Train width 32 by the official recipe, as far as the curves of the official code go."""
-    task = make_task("listops")
+    task = ListOps()
     for name in OFFICIAL:
         folder = run_folder(options.output, "peer", name, 32, 1337)
         args = settings(
@@ -90,8 +91,7 @@ def peer(options: argparse.Namespace) -> None:
 
 def listops(options: argparse.Namespace) -> None:
     """Train what is not trained yet, narrow models first, and let each solve the test samples."""
-    task = make_task("listops")
-    assert isinstance(task, ListOps)
+    task = ListOps()
     for place in range(3):
         for name, widths in LISTOPS_WIDTHS.items():
             folder = run_folder(options.output, "listops", name, widths[place], 0)
@@ -118,13 +118,13 @@ def listops(options: argparse.Namespace) -> None:
                 "official": official.accuracy,
                 "loss": task.loss(model, "validation", 1000).nats,
             }
-            (folder / TESTS_FILE).write_text(json.dumps(found, indent=1))
+            replace_file(folder / TESTS_FILE, json.dumps(found, indent=1))
             print(f"{name}, D {widths[place]}: {greedy.accuracy:.3f} in {history.seconds:.0f} s", flush=True)
 
 
 def shakespeare(options: argparse.Namespace) -> None:
     """Train on a text by characters, and measure both sides of its split."""
-    task = make_task("characters", source=options.text)
+    task = Characters(source=options.text)
     for seed in range(options.seeds):
         for width in TEXT_WIDTHS:
             for name in TEXT_MODELS:
@@ -145,7 +145,7 @@ def shakespeare(options: argparse.Namespace) -> None:
                 model = build(name, task, width, 6, 2, seed)
                 history = train_on_task(model, task, args)
                 found = {split: task.loss(model, split, 432).nats for split in ("train", "validation")}
-                (folder / TESTS_FILE).write_text(json.dumps(found, indent=1))
+                replace_file(folder / TESTS_FILE, json.dumps(found, indent=1))
                 print(f"{name}, D {width}, seed {seed}: {found} in {history.seconds:.0f} s", flush=True)
 
 

@@ -118,9 +118,10 @@ class RandomWindows:
         """
         if votes < 1:
             raise ValueError(f"votes must be at least 1, got {votes}.")
+        config: Any = model.config
         total: torch.Tensor | float = 0.0
         for vote in range(votes):
-            with self.applied(model.config, seed + vote):
+            with self.applied(config, seed + vote):
                 total = total + model(input_ids, use_cache=False, **inputs).logits
         return torch.as_tensor(total) / votes
 

@@ -19,6 +19,7 @@ extend:  {target_tokens: 600_000_000}
 import dataclasses
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -403,10 +404,9 @@ class RecipeRun:
                 row["held-out KL"] = f"{heldout['kl']:.3f}"
                 row["held-out perplexity"] = f"{heldout['perplexity']:.1f}"
                 start = report.heldout_perplexity.get("converted")
-                if start is not None:
-                    row["gap closed"] = (
-                        f"{gap_closed(start, heldout['perplexity'], heldout['teacher_perplexity']):.1%}"
-                    )
+                share = gap_closed(start, heldout["perplexity"], heldout["teacher_perplexity"]) if start else math.nan
+                if not math.isnan(share):
+                    row["gap closed"] = f"{share:.1%}"
                 if name in adjectives:
                     report.add_heldout(adjectives[name], heldout)
             row.update({task: f"{value:.2f}" for task, value in record.metrics.get("tasks", {}).items()})

@@ -2,6 +2,7 @@
 """Recipes: all stages from one file, finished ones skipped, interrupted ones resumed."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,13 @@ def test_tasks_too_long_for_a_later_stage_come_up_before_the_first(small, new_ou
     with pytest.raises(ValueError, match="'recall' has 24 tokens, a row 16"):
         job.run()
     assert done == []
+
+
+def test_no_share_of_a_gap_is_told_where_there_was_none(small, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(recipe_room, "gap_closed", lambda *perplexities: math.nan)
+    job, _ = small(select=None, distill=None, extend=None)
+    assert all("gap closed" not in row for row in job.run().stages)
 
 
 def test_stages_can_be_left_out(small, tmp_path):

@@ -115,3 +115,4 @@ def test_the_gap_is_counted_in_logarithms():
     assert gap_closed(1000.0, 100.0, 10.0) == pytest.approx(0.5)
     assert gap_closed(100.0, 1000.0, 10.0) == pytest.approx(-1)
     assert math.isnan(gap_closed(10.0, 10.0, 10.0))
+    assert math.isnan(gap_closed(9.9, 9.0, 10.0))

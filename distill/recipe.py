@@ -8,7 +8,6 @@ from its last checkpoint. So the same command starts, continues and finishes a r
 ```yaml
 teacher: ByteDance/Ouro-1.4B
 data: HuggingFaceFW/fineweb-edu:sample-10BT
-calibrate: {num_tokens: 65_536}
 align:   {target_tokens: 100_000_000, length: 512, per_device_train_batch_size: 96}
 select:  {keep: 0.25, num_tokens: 1_000_000}
 distill: {target_tokens: 600_000_000}
@@ -113,7 +112,7 @@ class Recipe:
         default_factory=dict, metadata={"help": "Options of `convert`; by default no layer keeps attention."}
     )
     calibrate: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Fields of CalibrateSettings. None: train from the converted weights."}
+        default=None, metadata={"help": "Fields of CalibrateSettings, for short budgets. None: no calibration."}
     )
     align: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of AlignConfig."})
     select: dict[str, Any] | None = field(default_factory=dict, metadata={"help": "Fields of SelectSettings."})

@@ -221,8 +221,8 @@ def plot(output: Path, path: Path) -> None:
     @styled
     def draw() -> None:
         runs = listops_runs(output)
-        figure, axes = new_figure(1, len(runs), figsize=(3.6 * len(runs), 3.3), sharey=True, layout="constrained")
-        for axis, (name, rows) in zip(axes, runs.items(), strict=True):
+        figure, axes = new_figure(1, len(runs), squeeze=False, figsize=(3.6 * len(runs), 3.3), layout="constrained")
+        for axis, (name, rows) in zip(axes[0], runs.items(), strict=True):
             for (width, parameters, folder), shade in zip(rows, (0.35, 0.65, 1.0), strict=False):
                 points = History.load(folder).curve("eval_accuracy")
                 label = f"D {width}, {parameters / 1e3:.1f}k"
@@ -230,7 +230,7 @@ def plot(output: Path, path: Path) -> None:
             axis.axhline(0.8, lw=0.8, ls=":", color="0.4")
             axis.set(title=name, xlabel="updates", ylim=(0, 1.03))
             axis.legend(frameon=False, fontsize=8, loc="lower right")
-        axes[0].set_ylabel("validation samples solved")
+        axes[0][0].set_ylabel("validation samples solved")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 

@@ -145,15 +145,16 @@ def load_teacher(
             )
         return inner, "memory"
     source = os.path.expanduser(str(teacher))
-    missing = not Path(source).exists()
-    if missing and (source.count("/") > 1 or source[0] in "/." or source.endswith(".gguf")):
+    packed = source.endswith(".gguf")
+    location, missing = str(Path(source).parent) if packed else source, not Path(source).exists()
+    # No name on the Hub, of which a .gguf file may be a part: OWNER/NAME/FILE.gguf.
+    if missing and (location.count("/") > 1 or source[0] in "/." or (packed and Path(location).exists())):
         raise FileNotFoundError(f"There is no folder or file {source!r} to load a model from.")
     options: dict[str, Any] = {"output_loading_info": True, "revision": revision or "main"}
     if dtype is not None:
         options["dtype"] = dtype
-    location, loader = source, AutoModelForCausalLM
-    if source.endswith(".gguf"):
-        location = str(Path(source).parent)
+    loader: Any = AutoModelForCausalLM
+    if packed:
         options.update(gguf_file=Path(source).name, quantization_config=GgufConfig(dequantize=True))
         options.setdefault("dtype", torch.float32)
     elif _model_type(location, revision, missing) == "ouro":

@@ -62,13 +62,16 @@ def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
         raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
 
 
-def _changes(there: Any, here: Any, name: str = "settings") -> list[str]:
-    """Return where two values read from JSON differ, mappings key by key."""
-    if not isinstance(there, dict) or not isinstance(here, dict):
-        return [] if there == here else [f"{name} was {there!r}, the recipe has {here!r}"]
-    keys = list(dict.fromkeys([*there, *here]))
-    inner = [_changes(there.get(key), here.get(key), key if name == "settings" else f"{name}.{key}") for key in keys]
-    return [text for texts in inner for text in texts]
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the entries in which two nested mappings differ, by dotted names, with the values of both sides."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*there, *here}):
+        one, other = there.get(name), here.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found |= differences(one, other, f"{prefix}{name}.")
+        elif one != other:
+            found[f"{prefix}{name}"] = one, other
+    return found
 
 
 def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable[[str], StageRecord]) -> None:
@@ -88,7 +91,7 @@ def run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callable
 
 @contextmanager
 def _alone(job: Any) -> Iterator[None]:
-    """Keep a second command from writing to the same folder; a run that was killed keeps nobody out."""
+    """Keep a second command from writing to the same folder; where files can be locked, the lock dies with its run."""
     if not job.is_main:
         yield
         return
@@ -98,7 +101,7 @@ def _alone(job: Any) -> Iterator[None]:
     except Timeout:
         raise StageError(f"{job.folder} is in use by another run. Wait for it, or give another output.") from None
     except NotImplementedError:
-        pass  # a file system without locks
+        pass  # what older versions of filelock raise on a file system without flock; newer ones leave a marker
     try:
         yield
     finally:
@@ -109,10 +112,12 @@ def _run_stages(job: Any, stages: Mapping[str, dict[str, Any]], perform: Callabl
     for name, settings in stages.items():
         record = StageRecord.load(job.folder / name)
         # As they are read back: JSON turns the layers of a mapping into text.
-        changed = [] if record is None else _changes(record.metrics.get("settings"), json.loads(json.dumps(settings)))
+        asked = json.loads(json.dumps(settings))
+        changed = {} if record is None else differences(record.metrics.get("settings") or {}, asked)
         if changed:
+            texts = [f"{key} was {there!r}, the recipe has {here!r}" for key, (there, here) in changed.items()]
             raise StageError(
-                f"Stage {name!r} in {job.folder} was finished with other settings: {'; '.join(changed)}. Remove that "
+                f"Stage {name!r} in {job.folder} was finished with other settings: {'; '.join(texts)}. Remove that "
                 "folder and those of later stages, or give another output."
             )
         # None begins a stage before all have seen what is done.

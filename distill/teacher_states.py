@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.data import PackedDataset
+from loopergy.distill.recipe_parts import differences
 from loopergy.distill.stage import config_hash
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
 
@@ -80,18 +81,6 @@ def row_keys(batch: Mapping[str, Any]) -> list[str]:
     columns = [part.detach().cpu().to(torch.int64).contiguous().numpy() for part in parts if part is not None]
     rows = (b"".join(part.tobytes() for part in parts) for parts in zip(*columns, strict=True))
     return [hashlib.blake2b(row, digest_size=16).hexdigest() for row in rows]
-
-
-def _differences(expected: Mapping[str, Any], found: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Name the entries of two nested mappings that are not the same."""
-    names: list[str] = []
-    for name in sorted({*expected, *found}):
-        one, other = expected.get(name), found.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            names += _differences(one, other, f"{prefix}{name}.")
-        elif one != other:
-            names.append(f"{prefix}{name}")
-    return names
 
 
 def _write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -181,7 +170,7 @@ def _begin(teacher: PreTrainedModel, data: PackedDataset, folder: Path, args: "D
     if file.is_file():
         manifest = json.loads(file.read_text(encoding="utf-8"))
         found = {name: value for name, value in manifest.items() if name not in ("shards", "head")}
-        differing = _differences(identity, found)
+        differing = differences(identity, found)
         if differing:
             raise ValueError(
                 f"The teacher's states in {str(folder)!r} are not those of this run; different are: "
@@ -361,7 +350,7 @@ class TeacherStates:
         Raises:
             ValueError: Naming what differs.
         """
-        differing = _differences(self.manifest["data"], data_identity(data)) if isinstance(data, PackedDataset) else []
+        differing = differences(self.manifest["data"], data_identity(data)) if isinstance(data, PackedDataset) else {}
         if differing:
             raise ValueError(
                 f"`teacher_states` {str(self.folder)!r} are of other data; different are: {', '.join(differing)}. Use "

@@ -76,7 +76,8 @@ class RandomWindows:
         visits = [(loop, layer) for loop in loops for layer in layers]
         kept = [visit for visit in visits if self.keep_ends and visit[1] in (layers[0], layers[-1])]
         others = [visit for visit in visits if visit not in kept]
-        count = int(len(visits) * self.share_full) - len(kept)
+        # 49 visits times 1 / 49 are 0.999...
+        count = int(len(visits) * self.share_full + 1e-9) - len(kept)
         full = {*kept, *random.Random(seed).sample(others, max(0, count))}
         return [
             [

@@ -58,6 +58,10 @@ def test_a_teacher_that_is_nowhere_is_an_error_that_says_so(monkeypatch, tmp_pat
         with pytest.raises(FileNotFoundError, match="There is no folder or file"):
             resolve_teacher(path)
     assert asked == []
+    monkeypatch.setattr("loopergy.conversion.families.AutoModelForCausalLM.from_pretrained", unreachable)
+    with pytest.raises(OSError, match="no connection"):
+        resolve_teacher("owner/name/model.gguf")
+    assert asked.pop() == "owner/name"
     with pytest.raises(FileNotFoundError, match=r"'some/name' is no folder here, and the Hub did not.*no connection"):
         resolve_teacher("some/name")
     monkeypatch.chdir(tmp_path)

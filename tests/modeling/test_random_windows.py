@@ -32,6 +32,11 @@ def test_the_share_is_rounded_down_to_visits_and_the_rest_has_the_window():
     assert windows != RandomWindows(share_full=0.3, window=7).draw(tiny(), seed=1)
 
 
+def test_a_share_that_rounding_cuts_short_is_whole():
+    windows = RandomWindows.from_pattern("random:48:1").draw(tiny(num_hidden_layers=7, num_loops=7), seed=0)
+    assert len(full_visits(windows)) == 1
+
+
 def test_every_visit_is_drawn_in_the_end():
     drawn = [full_visits(RandomWindows(0.25).draw(tiny(), seed)) for seed in range(60)]
     assert {visit for visits in drawn for visit in visits} == {

@@ -14,8 +14,11 @@ batches, optimizer and schedule. Weight decay leaves out biases and norms; the o
 import argparse
 import json
 import statistics
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from loopergy.conversion.folders import replace_file
 from loopergy.tasks.characters import Characters
@@ -90,36 +93,45 @@ def peer(options: argparse.Namespace) -> None:
 
 
 def listops(options: argparse.Namespace) -> None:
-    """Train what is not trained yet, narrow models first, and let each solve the test samples."""
-    task = ListOps()
-    for place in range(3):
+    """Train what is not trained yet, wide models first, and let each solve the test samples.
+
+    Started twice, the two processes share the runs out.
+    """
+    for place in (2, 1, 0):
         for name, widths in LISTOPS_WIDTHS.items():
             folder = run_folder(options.output, "listops", name, widths[place], 0)
-            if (folder / TESTS_FILE).is_file():
-                continue
-            args = settings(
-                folder,
-                name,
-                0,
-                max_steps=options.updates,
-                per_device_train_batch_size=16,
-                learning_rate=3e-3,
-                final_learning_rate_share=0.01,
-                warmup_steps=100,
-                weight_decay=0.01,
-                adam_beta2=0.999,
-            )
-            model = build(name, task, widths[place], 5, 1, 0)
-            history = train_on_task(model, task, args)
-            greedy, official = task.evaluate(model), task.evaluate(model, sample=True, max_new_tokens=22)
-            found = {
-                "greedy": greedy.accuracy,
-                "operators": {group: right / of for group, (right, of) in greedy.groups.items()},
-                "official": official.accuracy,
-                "loss": task.loss(model, "validation", 1000).nats,
-            }
-            replace_file(folder / TESTS_FILE, json.dumps(found, indent=1))
-            print(f"{name}, D {widths[place]}: {greedy.accuracy:.3f} in {history.seconds:.0f} s", flush=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(Timeout), FileLock(folder / ".running", timeout=0):
+                if not (folder / TESTS_FILE).is_file():
+                    listops_run(folder, name, widths[place], options.updates)
+
+
+def listops_run(folder: Path, name: str, width: int, updates: int) -> None:
+    """Train one model and write what it solves."""
+    task = ListOps()
+    args = settings(
+        folder,
+        name,
+        0,
+        max_steps=updates,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        final_learning_rate_share=0.01,
+        warmup_steps=100,
+        weight_decay=0.01,
+        adam_beta2=0.999,
+    )
+    model = build(name, task, width, 5, 1, 0)
+    history = train_on_task(model, task, args)
+    greedy, official = task.evaluate(model), task.evaluate(model, sample=True, max_new_tokens=22)
+    found = {
+        "greedy": greedy.accuracy,
+        "operators": {group: right / of for group, (right, of) in greedy.groups.items()},
+        "official": official.accuracy,
+        "loss": task.loss(model, "validation", 1000).nats,
+    }
+    replace_file(folder / TESTS_FILE, json.dumps(found, indent=1))
+    print(f"{name}, D {width}: {greedy.accuracy:.3f} in {history.seconds:.0f} s", flush=True)
 
 
 def shakespeare(options: argparse.Namespace) -> None:

@@ -15,12 +15,13 @@ Shape letters: n chunks, C tokens of a chunk, K channels, R kinds of reading row
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.segments import Space
+from loopergy.modeling.kernels.segments import Space, is_traced
 
 # Decays below exp(-floor) count as zero. That is far below the rounding error of the sums they would enter, and far
 # above the denormal numbers that make processors a hundred times slower.
@@ -71,35 +72,42 @@ class ChannelChunks(NamedTuple):
     carry: Tensor
 
 
-def channel_chunks(space: Space, rows: Tensor, keys: Tensor, g: Tensor) -> ChannelChunks:
+def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor) -> ChannelChunks:
     """Read and write with a decay per channel.
 
     Args:
         space: where results go.
-        rows: [n, R, C, K], what reads; C a power of two. Overwritten in buffers, as are keys.
-        keys: [n, C, K], what is written.
-        g: [n, C, K], log decays, at least [`lowest_counted`].
+        rows: R times [s, p, C, K], what reads; C a power of two.
+        keys: [s, p, C, K], what is written.
+        g: [s, p, C, K], log decays, at least [`lowest_counted`]; in one piece. Overwritten in buffers.
     """
-    n, kinds, size, width = rows.shape
-    since = _mild(g, space.take("total", *g.shape))
+    (s, p, size, width), kinds, n = g.shape, len(rows), g.shape[0] * g.shape[1]
+    # In the place of the outputs, which come when these decays are done with.
+    since = _mild(g.flatten(0, 1), space.take("out", n, size, width))
     if since is None:
-        scores, since, until = _in_halves(rows, keys, g)
-        read = torch.mul(rows, since[:, None], out=space.over(rows))
-        return ChannelChunks(scores, read, torch.mul(keys, until, out=space.over(keys)), since[:, -1])
-    read = torch.mul(rows, since[:, None], out=space.over(rows))
-    keys = torch.div(keys, since, out=space.over(keys))
-    scores = torch.bmm(read.view(n, -1, width), keys.mT, out=space.take("scores", n, kinds * size, size))
+        together, keys = torch.stack(list(rows), 2).flatten(0, 1), keys.reshape(n, size, width)
+        scores, since, until = _in_halves(together, keys, g.flatten(0, 1))
+        read = torch.mul(together, since[:, None], out=space.over(together))
+        return ChannelChunks(scores, read, keys * until, since[:, -1])
+    decays, carry = since.view(g.shape), since[:, -1].clone()
+    read = space.take("read", s, p, kinds, size, width)
+    if read is None:
+        read = torch.stack([x * decays for x in rows], 2)
+    else:
+        for place, x in zip(read.unbind(2), rows, strict=True):
+            torch.mul(x, decays, out=place)
+    read = read.view(n, kinds * size, width)
+    turned = torch.div(keys, decays, out=space.over(g)).reshape(n, size, width)
+    scores = torch.bmm(read, turned.mT, out=space.take("scores", n, kinds * size, size))
     scores = scores.view(n, kinds, size, size)
     scores = scores.tril_() if space.reuse else scores.tril()
-    carry = since[:, -1]
-    write = torch.mul(keys, carry[:, None], out=space.over(keys))
-    return ChannelChunks(scores, read, write, without_negligible(carry))
+    write = torch.mul(turned, carry[:, None], out=space.over(turned))
+    return ChannelChunks(scores, read.view(n, kinds, size, width), write, without_negligible(carry))
 
 
 def _mild(g: Tensor, out: Tensor | None = None) -> Tensor | None:
     """Return the decays from the chunk's start [n, C, K] if all may be turned round, else None."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or g.device.type != "cpu":
+    if is_traced() or g.device.type != "cpu":
         # A decision by the numbers is not for tracers, and would make an accelerator wait.
         return None
     total = torch.cumsum(g, 1, out=out)
@@ -172,30 +180,32 @@ def _future(size: int, like: Tensor) -> Tensor:
 
 
 def pass_state(
-    space: Space, read: Tensor, write: Tensor, v: Tensor, out: Tensor, carry: Tensor | None, state: Tensor
+    space: Space, scores: Tensor, read: Tensor, write: Tensor, v: Tensor, carry: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Let chunks read from a state and write to it: `O += R S`, then `S <- carry S + W^T V`.
+    """Let chunks read from a state and write to it: `O = A V + R S`, then `S <- carry S + W^T V`.
 
     Args:
         space: where results go.
+        scores: [s, p, C, C], A, what tokens of a chunk take from each other.
         read, write: [s, p, C, K], rows that read and keys that write, decays included.
-        v, out: [s, p, C, V], values, and outputs so far.
+        v: [s, p, C, V], values.
         carry: [s, p, K or 1, 1], decay of each chunk; None for none.
         state: [b, h, K, V] with b h = p.
 
     Returns:
         The outputs, and the state after the last chunk.
     """
-    memory = space.take("state", *state.flatten(0, 1).shape)
-    if memory is None:
+    memory, out = space.take("state", *state.flatten(0, 1).shape), space.take("out", *v.shape)
+    if memory is None or out is None:
         before, after = scan(space, carry, write.mT @ v, state.flatten(0, 1))
-        return out + read @ before, after.view_as(state)
+        return scores @ v + read @ before, after.view_as(state)
     # One chunk after the other, so that the state stays in the cache and those in between are never written out.
     if memory.data_ptr() != state.data_ptr():
         memory.view(state.shape).copy_(state)
     carries = [None] * len(v) if carry is None else carry.unbind(0)
-    for rows, keys, values, target, factor in zip(*(x.unbind(0) for x in (read, write, v, out)), carries, strict=True):
-        target.baddbmm_(rows, memory)
+    parts = (x.unbind(0) for x in (scores, read, write, v, out))
+    for weights, rows, keys, values, target, factor in zip(*parts, carries, strict=True):
+        torch.bmm(weights, values, out=target).baddbmm_(rows, memory)
         if factor is not None:
             memory.mul_(factor)
         memory.baddbmm_(keys.mT, values)

@@ -74,7 +74,7 @@ def chunk_simple_gla(
     """
     call = _checked_simple(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
     size = _chunk_size(call, chunk_size, _CHUNK)
-    out, final = run(call, partial(_simple_rule, call.scale, size), size)
+    out, final = run(call, partial(_simple_rule, size), size)
     return out, final if output_final_state else None
 
 
@@ -110,7 +110,7 @@ def chunk_gla(
     """
     call = _checked_channel(q, k, v, g, scale, initial_state, cu_seqlens)
     size = channel_chunk_size(call, chunk_size, _CHANNEL_CHUNK)
-    out, final = run(call, partial(_channel_rule, call.scale, size), size)
+    out, final = run(call, partial(_channel_rule, size), size)
     return out, final if output_final_state else None
 
 
@@ -209,12 +209,11 @@ def channel_chunk_size(call: Call, size: int | None, default: int) -> int:
 
 
 def _simple_rule(
-    scale: float, size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None
+    size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Apply the expression at the head of this file to some tokens; a [`Rule`]."""
     shared, take = v.shape[2] // k.shape[2], space.take
-    q, k = to_chunks(q, size, space, "q", scale), to_chunks(k, size, space, "k")
-    v = to_chunks(v, size, space, "v")
+    q, k, v = to_chunks(q, size, space, "q"), to_chunks(k, size, space, "k"), to_chunks(v, size, space, "v")
     n = k.shape[0] * k.shape[1]
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=take("scores", n, size, size))[:, None]
     since = until = carry = None
@@ -226,20 +225,20 @@ def _simple_rule(
         scores = torch.mul(scores, between, out=space.over(between))
         since, until = (x.unflatten(0, v.shape[:2]) for x in (decays.since, decays.until))
         carry = since[:, :, -1:]
-    out = torch.bmm(scores.reshape(-1, size, size), v.flatten(0, 1), out=take("out", n * shared, *v.shape[2:]))
+    scores = scores.reshape(*v.shape[:3], size)
     if shared > 1:
-        return _read_shared(space, q, k, v, out.view(v.shape), since, until, state)
+        return _read_shared(space, scores, q, k, v, since, until, state)
     if since is not None and until is not None:
         q, k = torch.mul(q, since, out=space.over(q)), torch.mul(k, until, out=space.over(k))
-    return pass_state(space, q, k, v, out.view(v.shape), carry, state)
+    return pass_state(space, scores, q, k, v, carry, state)
 
 
 def _read_shared(
     space: Space,
+    scores: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
     since: Tensor | None,
     until: Tensor | None,
     state: Tensor,
@@ -248,8 +247,9 @@ def _read_shared(
 
     Args:
         space: where results go.
+        scores: [s, p r, C, C], what tokens of a chunk take from each other.
         q, k: [s, p, C, K], queries and keys of the p groups.
-        v, out: [s, p r, C, V], values, and outputs so far.
+        v: [s, p r, C, V], values.
         since, until: [s, p r, C, 1], decays from the chunk's start and to its end; None for none.
         state: [b, h, K, V].
     """
@@ -265,6 +265,7 @@ def _read_shared(
         return x.unflatten(0, (-1, groups)).unflatten(3, (shared, values)).transpose(2, 3).flatten(1, 2)
 
     n = len(q) * groups
+    out = torch.bmm(scores.flatten(0, 1), v.flatten(0, 1), out=take("out", n * shared, size, values)).view(v.shape)
     written = v if until is None else torch.mul(v, until, out=space.over(v))
     writes = torch.bmm(k.flatten(0, 1).mT, beside(written), out=take("writes", n, width, shared * values))
     carry = None if since is None else since[:, :, -1:]
@@ -276,16 +277,14 @@ def _read_shared(
 
 
 def _channel_rule(
-    scale: float, size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor
+    size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Apply the expression at the head of this file, with a decay per channel, to some tokens; a [`Rule`]."""
-    q, k = to_chunks(q, size, space, "q", scale), to_chunks(k, size, space, "k")
-    v, g = to_chunks(v, size, space, "v"), to_chunks(g, size, space, "g", lowest=lowest_counted(space.dtype))
-    chunks = channel_chunks(space, q.flatten(0, 1)[:, None], k.flatten(0, 1), g.flatten(0, 1))
-    values = v.flatten(0, 1)
-    out = torch.bmm(chunks.scores.squeeze(1), values, out=space.take("out", *values.shape))
-    read, write = chunks.read.view(q.shape), chunks.write.view(k.shape)
-    return pass_state(space, read, write, v, out.view(v.shape), chunks.carry.view(*k.shape[:2], -1, 1), state)
+    q, k, v = (to_chunks(x, size).to(space.dtype) for x in (q, k, v))
+    g = to_chunks(g, size, space, "g", lowest=lowest_counted(space.dtype))
+    chunks = channel_chunks(space, [q], k, g)
+    scores, read, write = (x.view(*g.shape[:2], size, -1) for x in chunks[:3])
+    return pass_state(space, scores, read, write, v, chunks.carry.view(*g.shape[:2], -1, 1), state)
 
 
 def _all_steps(call: Call, output_final_state: bool) -> tuple[Tensor, Tensor | None]:

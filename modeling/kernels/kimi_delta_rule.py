@@ -25,7 +25,6 @@ Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692), section 3.
 """
 
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ def chunk_kda(
     """
     call = _checked(q, k, v, g, beta, scale, initial_state, cu_seqlens)
     size = channel_chunk_size(call, chunk_size, _CHUNK)
-    out, final = run(call, partial(_rule, call.scale, use_qk_l2norm_in_kernel, size), size)
+    out, final = run(call, partial(_rule, use_qk_l2norm_in_kernel, size), size)
     return out, final if output_final_state else None
 
 
@@ -139,12 +138,15 @@ def _checked(
     return checked_call((q, k, v, g, beta), scale, state, cu_seqlens)
 
 
-def _unit_length(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+def _unit_length(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return [..., K] divided by sqrt(|x|^2 + 1e-6), in `out` if given."""
+    if out is None:
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.mul(x, norm.square_().add_(L2_EPS).rsqrt_(), out=out)
 
 
 def _rule(
-    scale: float,
     normalize: bool,
     size: int,
     space: Space,
@@ -159,8 +161,10 @@ def _rule(
     g = to_chunks(g, size, space, "g", lowest=lowest_counted(space.dtype))
     v, beta = to_chunks(v, size, space, "v"), to_chunks(beta, size, space, "beta")
     (s, p, _, width), values, n, take = g.shape, v.shape[-1], g.shape[0] * g.shape[1], space.take
-    rows, keys = _rows(space, q, k, (s, p, size, width), scale, normalize)
-    scores, read, write, carry = channel_chunks(space, rows, keys, g.flatten(0, 1))
+    q, k = (to_chunks(x, size).to(space.dtype) for x in (q, k))
+    if normalize:
+        q, k = _unit_length(q, take("q", *q.shape)), _unit_length(k, take("k", *k.shape))
+    scores, read, write, carry = channel_chunks(space, (q, k), k, g)
 
     strength = beta.view(n, size, 1)
     system = torch.mul(scores[:, 1], strength, out=take("system", n, size, size))
@@ -175,27 +179,6 @@ def _rule(
     out = torch.bmm(scores[:, 0], updates.flatten(0, 1), out=space.over(pending))
     out = torch.baddbmm(out, read[:, 0], before.flatten(0, 1), out=space.over(out))
     return out.view(s, p, size, values), after.view_as(state)
-
-
-def _rows(
-    space: Space, q: Tensor, k: Tensor, shape: tuple[int, int, int, int], scale: float, normalize: bool
-) -> tuple[Tensor, Tensor]:
-    """Return queries above keys, [n, 2, C, K], and the keys alone [n, C, K]."""
-    s, p, size, width = shape
-    rows = space.take("rows", s, p, 2, size, width)
-    if rows is None:
-        q, k = to_chunks(q, size, space), to_chunks(k, size, space)
-        if normalize:
-            q, k = _unit_length(q), _unit_length(k)
-        return torch.stack([q * scale, k], 2).flatten(0, 1), k.flatten(0, 1)
-    for i, x in enumerate((q, k)):
-        to_chunks(x, size, space, place=rows[:, :, i])
-    if normalize:
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, out=space.take("norm", s, p, 2, size, 1))
-        rows.mul_(norm.square_().add_(L2_EPS).rsqrt_())
-    rows[:, :, 0].mul_(scale)
-    keys = cast(Tensor, space.take("keys", *shape)).copy_(rows[:, :, 1])
-    return rows.flatten(0, 1), keys.flatten(0, 1)
 
 
 def _inverse(space: Space, system: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class Space:
 
 # rule(space, state, q, k, v, ...) maps tokens q, k [b, t, g, K], v [b, t, h, V], others [b, t, h, ...] and a state
 # [b, h, K, V] to outputs in chunks [s, b * h, C, V] and the state [b, h, K, V] after them, in buffers of `space`.
+# Outputs are linear in the queries; their factor is left to whoever copies the outputs.
 Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -139,16 +140,22 @@ class Call(NamedTuple):
             threads * _SEGMENT_NUMBERS // (used * per_token * chunk_size),
             4 * threads * _STATE_NUMBERS // (used * ratio * width * values),
         )
-        step = max(1, chunks) * chunk_size
-        documents = self.documents()
+        documents = [(*edges, _step(edges[1] - edges[0], max(1, chunks), chunk_size)) for edges in self.documents()]
         for row in range(0, batch, rows):
             for head in range(0, groups, heads):
                 where = slice(row, min(row + rows, batch)), slice(head, min(head + heads, groups))
                 yield [
                     Part(*where, document, slice(first, min(first + step, stop)))
-                    for document, (start, stop) in enumerate(documents)
+                    for document, (start, stop, step) in enumerate(documents)
                     for first in range(start, stop, step)
                 ]
+
+
+def _step(length: int, most: int, chunk_size: int) -> int:
+    """Return the tokens of a segment: as many as fit, but no segment much shorter than the others."""
+    chunks = -(-length // chunk_size)
+    segments = max(1, -(-chunks // most))
+    return max(1, -(-chunks // segments)) * chunk_size
 
 
 def checked_call(
@@ -263,14 +270,14 @@ def _from_chunks(chunks: Tensor, batch: int) -> Tensor:
     return chunks.unflatten(1, (batch, -1)).movedim(0, 1).transpose(2, 3)
 
 
-def _write_chunks(place: Tensor, chunks: Tensor) -> None:
-    """Copy chunks [s, b * h, C, V] to tokens [b, t, h, V]."""
+def _write_chunks(place: Tensor, chunks: Tensor, factor: float) -> None:
+    """Write chunks [s, b * h, C, V] times a factor to tokens [b, t, h, V]."""
     tokens, size = _from_chunks(chunks, len(place)), chunks.shape[2]
     full = place.shape[1] // size
-    place[:, : full * size].unflatten(1, (full, size)).copy_(tokens[:, :full])
+    torch.mul(tokens[:, :full], factor, out=place[:, : full * size].unflatten(1, (full, size)))
     if full < len(chunks):
         rest = place[:, full * size :]
-        rest.copy_(tokens[:, full, : rest.shape[1]])
+        torch.mul(tokens[:, full, : rest.shape[1]], factor, out=rest)
 
 
 def own_precision(like: Tensor) -> AbstractContextManager:
@@ -291,7 +298,7 @@ def _whole(call: Call, rule: Rule) -> tuple[Tensor, Tensor]:
         state = call.state[document]
         if start < stop:
             chunks, state = rule(space, state, *(x[:, start:stop] for x in call.tensors))
-            outputs.append(_from_chunks(chunks, batch).flatten(1, 2)[:, : stop - start])
+            outputs.append(_from_chunks(chunks, batch).flatten(1, 2)[:, : stop - start] * call.scale)
         finals.append(state)
     v = call.tensors[2]
     out = torch.cat(outputs, 1) if outputs else torch.zeros_like(v)
@@ -321,7 +328,7 @@ class _InSegments(torch.autograd.Function):
                     start = state.clone()
                 starts.append(start)
                 result, state = rule(space, state, *(part.of(x, groups) for x in tensors))
-                _write_chunks(part.of(out, groups), result)
+                _write_chunks(part.of(out, groups), result, call.scale)
                 if part.tokens.stop == call.documents()[part.document][1]:
                     carried.copy_(state)
         if keep:
@@ -373,7 +380,7 @@ def _group_backward(
         with torch.enable_grad():
             out, after = rule(space, state, *inputs)
         grad = torch.empty_like(out)
-        to_chunks(part.of(grad_out, groups), out.shape[2], space, place=grad)
+        to_chunks(part.of(grad_out, groups), out.shape[2], space, factor=call.scale, place=grad)
         grad_state, *found = torch.autograd.grad((out, after), (state, *inputs), (grad, grad_state))
         for target, value in zip(grads, found, strict=True):
             part.of(target, groups).copy_(value)

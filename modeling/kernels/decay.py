@@ -16,6 +16,7 @@ Shape letters: n chunks, C tokens of a chunk, K channels, R kinds of reading row
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -79,17 +80,18 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
         space: where results go.
         rows: R times [s, p, C, K], what reads; C a power of two.
         keys: [s, p, C, K], what is written.
-        g: [s, p, C, K], log decays, at least [`lowest_counted`]; in one piece. Overwritten in buffers.
+        g: [s, p, C, K], log decays.
     """
     (s, p, size, width), kinds, n = g.shape, len(rows), g.shape[0] * g.shape[1]
     # In the place of the outputs, which come when these decays are done with.
-    since = _mild(g.flatten(0, 1), space.take("out", n, size, width))
-    if since is None:
+    decays = _mild(g, space.take("out", *g.shape))
+    if decays is None:
+        g = g.clamp(min=lowest_counted(g.dtype)).reshape(n, size, width)
         together, keys = torch.stack(list(rows), 2).flatten(0, 1), keys.reshape(n, size, width)
-        scores, since, until = _in_halves(together, keys, g.flatten(0, 1))
+        scores, since, until = _in_halves(together, keys, g)
         read = torch.mul(together, since[:, None], out=space.over(together))
         return ChannelChunks(scores, read, keys * until, since[:, -1])
-    decays, carry = since.view(g.shape), since[:, -1].clone()
+    carry = decays[:, :, -1].flatten(0, 1).clone()
     read = space.take("read", s, p, kinds, size, width)
     if read is None:
         read = torch.stack([x * decays for x in rows], 2)
@@ -97,7 +99,7 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
         for place, x in zip(read.unbind(2), rows, strict=True):
             torch.mul(x, decays, out=place)
     read = read.view(n, kinds * size, width)
-    turned = torch.div(keys, decays, out=space.over(g)).reshape(n, size, width)
+    turned = torch.div(keys, decays, out=space.take("write", *g.shape)).reshape(n, size, width)
     scores = torch.bmm(read, turned.mT, out=space.take("scores", n, kinds * size, size))
     scores = scores.view(n, kinds, size, size)
     scores = scores.tril_() if space.reuse else scores.tril()
@@ -106,14 +108,29 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
 
 
 def _mild(g: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Return the decays from the chunk's start [n, C, K] if all may be turned round, else None."""
+    """Return the decays from the chunk's start [s, p, C, K] if all may be turned round, else None."""
     if is_traced() or g.device.type != "cpu":
         # A decision by the numbers is not for tracers, and would make an accelerator wait.
         return None
-    total = torch.cumsum(g, 1, out=out)
-    if float(total[:, -1].detach().amin()) < -_TURNABLE[g.dtype]:
+    total = torch.cumsum(g * _LOG2_E, 2) if out is None else _sums(g, _LOG2_E, out)
+    if float(total[:, :, -1].detach().amin()) < -_TURNABLE[g.dtype] * _LOG2_E:
         return None
-    return torch.exp2(total * _LOG2_E) if out is None else total.mul_(_LOG2_E).exp2_()
+    return torch.exp2(total, out=out)
+
+
+def _sums(x: Tensor, factor: float, out: Tensor) -> Tensor:
+    """Write the sums of x [s, p, C, K] over the tokens so far, times a factor, to `out`.
+
+    In blocks of tokens and whole rows at a time: `torch.cumsum` goes down the columns and takes twice as long.
+    """
+    parts, places = (y.unflatten(2, (min(4, x.shape[2]), -1)) for y in (x, out))
+    tokens = places.unbind(3)
+    torch.mul(parts[:, :, :, 0], factor, out=tokens[0])
+    for (before, place), part in zip(pairwise(tokens), parts.unbind(3)[1:], strict=True):
+        torch.add(before, part, alpha=factor, out=place)
+    for before, block in pairwise(places.unbind(2)):
+        block.add_(before[:, :, -1:])
+    return out
 
 
 def _in_halves(rows: Tensor, keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,8 +142,9 @@ def _in_halves(rows: Tensor, keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor, T
     n, kinds, size, width = rows.shape
     if size == 1:
         return (rows * keys[:, None]).sum(-1, keepdim=True), decay(g), torch.ones_like(g)
-    since = _mild(g)
+    since = _mild(g[None])
     if since is not None:
+        since = since[0]
         scores = (rows * since[:, None]) @ (keys / since)[:, None].mT
         return scores.tril(), without_negligible(since), without_negligible(since[:, -1:] / since)
     half = size // 2

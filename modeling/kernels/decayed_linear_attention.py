@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.decay import HeadDecay, channel_chunks, lowest_counted, pass_state, scan
+from loopergy.modeling.kernels.decay import HeadDecay, channel_chunks, pass_state, scan
 from loopergy.modeling.kernels.segments import Call, Space, checked_call, own_precision, run, to_chunks
 
 _CHUNK = 32
@@ -280,8 +280,7 @@ def _channel_rule(
     size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Apply the expression at the head of this file, with a decay per channel, to some tokens; a [`Rule`]."""
-    q, k, v = (to_chunks(x, size).to(space.dtype) for x in (q, k, v))
-    g = to_chunks(g, size, space, "g", lowest=lowest_counted(space.dtype))
+    q, k, v, g = (to_chunks(x, size).to(space.dtype) for x in (q, k, v, g))
     chunks = channel_chunks(space, [q], k, g)
     scores, read, write = (x.view(*g.shape[:2], size, -1) for x in chunks[:3])
     return pass_state(space, scores, read, write, v, chunks.carry.view(*g.shape[:2], -1, 1), state)

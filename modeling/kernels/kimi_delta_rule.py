@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.decay import channel_chunks, lowest_counted
+from loopergy.modeling.kernels.decay import channel_chunks
 from loopergy.modeling.kernels.decayed_linear_attention import channel_chunk_size
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
 from loopergy.modeling.kernels.gated_delta_rule_traced import unit_lower_inverse
@@ -158,10 +158,9 @@ def _rule(
     beta: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Apply the expression at the head of this file to some tokens; a [`Rule`]."""
-    g = to_chunks(g, size, space, "g", lowest=lowest_counted(space.dtype))
+    q, k, g = (to_chunks(x, size).to(space.dtype) for x in (q, k, g))
     v, beta = to_chunks(v, size, space, "v"), to_chunks(beta, size, space, "beta")
     (s, p, _, width), values, n, take = g.shape, v.shape[-1], g.shape[0] * g.shape[1], space.take
-    q, k = (to_chunks(x, size).to(space.dtype) for x in (q, k))
     if normalize:
         q, k = _unit_length(q, take("q", *q.shape)), _unit_length(k, take("k", *k.shape))
     scores, read, write, carry = channel_chunks(space, (q, k), k, g)

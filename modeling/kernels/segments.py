@@ -23,6 +23,7 @@ from torch import Tensor
 from loopergy.modeling.kernels.chunk_layout import document_boundaries
 
 # Numbers in the queries, keys and values of a segment, per thread: 2**18 are 1 MB.
+
 _SEGMENT_NUMBERS = 2**19
 # Up to here autograd keeps the whole expression, which saves computing it again.
 _SHORT_NUMBERS = 2**20
@@ -228,7 +229,6 @@ def to_chunks(
     space: Space | None = None,
     name: str = "",
     factor: float = 1.0,
-    lowest: float | None = None,
     place: Tensor | None = None,
 ) -> Tensor:
     """Return tokens [b, t, h, ...] as chunks [s, b * h, C, ...], filled up with zeros.
@@ -239,7 +239,6 @@ def to_chunks(
         space: where the result goes, in one piece and in its dtype; None for a view or copy as it comes.
         name: the buffer's.
         factor: what to multiply by.
-        lowest: what to raise smaller numbers to.
         place: a tensor of the result's shape to fill instead of a buffer of its own.
     """
     batch, length, heads = x.shape[:3]
@@ -253,14 +252,11 @@ def to_chunks(
     buffer = space.take(name, *shape) if place is None else place
     if buffer is None:
         chunks = chunks.to(space.dtype).reshape(shape).contiguous()
-        chunks = chunks if lowest is None else chunks.clamp(min=lowest)
         return chunks if factor == 1.0 else chunks * factor
     target = buffer.unflatten(1, (batch, heads))
-    if x.dtype != space.dtype or (lowest is None and factor == 1.0):
-        chunks = target.copy_(chunks)
-    if lowest is not None:
-        torch.clamp(chunks, min=lowest, out=target)
-    elif factor != 1.0:
+    if factor == 1.0:
+        target.copy_(chunks)
+    else:
         torch.mul(chunks, factor, out=target)
     return buffer
 

@@ -16,6 +16,7 @@ import torch
 
 from loopergy.modeling.kernels.sparse_attention import (
     TokenOrder,
+    attend_own,
     fit,
     piece_size,
     pieces,
@@ -249,13 +250,12 @@ def _selected(
     """Attend to the tokens of the selected blocks, up to the query's own."""
     batch, groups, length = blocks.shape[:3]
     ranks = (blocks[..., None] * block_size + torch.arange(block_size, device=blocks.device)).flatten(3)
-    visible = (ranks <= order.ranks[:, None, :, None])[..., None, :]
+    visible = ranks <= order.ranks[:, None, :, None]
     columns = order.column(ranks.clamp(max=tokens[0].shape[2] - 1)).reshape(batch * groups, -1)
     keys, values = (
         take_rows(part.flatten(0, 1), columns).view(batch, groups, length, -1, part.shape[-1]) for part in tokens
     )
-    weights = visible_softmax(query @ keys.mT, visible)
-    return weights.to(values.dtype) @ values
+    return attend_own(query, keys, values, visible)
 
 
 def _span(

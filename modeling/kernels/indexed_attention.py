@@ -16,6 +16,7 @@ import torch
 
 from loopergy.modeling.kernels.sparse_attention import (
     at_least_float32,
+    attend_own,
     fit,
     piece_size,
     pieces,
@@ -124,7 +125,10 @@ def indexed_attention(
         part = indexer.part(slice(start, end), slice(reach))
         visible = _visible(past, start, end, reach, real, query.device)
         chosen = _choose(part, visible, top_k, past + start if keep_current else None)
-        seen = None if visible is None else visible.expand(batch, -1, -1).gather(-1, chosen)
+        # Without padding these queries see at least `top_k` keys, so that all they choose is visible.
+        seen = None
+        if visible is not None and not (counted and real is None):
+            seen = visible.expand(batch, -1, -1).gather(-1, chosen)
         for first, last in pieces(0, end - start, inner):
             own = part.part(slice(first, last), slice(reach)) if output_divergence else None
             shown = None if seen is None else seen[:, first:last]
@@ -187,9 +191,11 @@ def _attend_chosen(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to the keys of the columns `chosen` (B, S, M), where `seen`; return output and divergence."""
     fetched = take_rows(keys, chosen.flatten(1)).unflatten(1, chosen.shape[1:])
+    if indexer is None:
+        return attend_own(query * scale, fetched, fetched, seen)[..., :value_dim], None
     weights = visible_softmax((query * scale) @ fetched.mT, None if seen is None else seen[:, :, None])
     output = weights.to(keys.dtype) @ fetched[..., :value_dim]
-    return output, None if indexer is None else _divergence(weights, indexer.fetched(chosen).scores(), seen)
+    return output, _divergence(weights, indexer.fetched(chosen).scores(), seen)
 
 
 def _divergence(weights: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

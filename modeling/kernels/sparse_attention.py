@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Numbers that one piece of work may fetch: what stays in a CPU's cache, or keeps a GPU busy.
-_PIECE = {"cpu": 2**21}
+# Numbers that one piece of work may fetch: what stays in a CPU's cache, for each thread, or keeps a GPU busy.
+_PIECE_PER_THREAD = 2**19
 _PIECE_ELSEWHERE = 2**26
 
 
@@ -106,7 +106,8 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 def piece_size(numbers_per_query: int, device: torch.device) -> int:
     """Return how many queries to work on at a time when each fetches so many numbers."""
-    return max(1, _PIECE.get(device.type, _PIECE_ELSEWHERE) // max(1, numbers_per_query))
+    numbers = _PIECE_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _PIECE_ELSEWHERE
+    return max(1, numbers // max(1, numbers_per_query))
 
 
 def pieces(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
@@ -162,8 +163,12 @@ def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         index (`torch.LongTensor` of shape (B, M)).
     """
     batch, length, width = rows.shape
+    if rows.requires_grad and not torch.compiler.is_compiling():
+        # The gradients of a table's rows are added up row by row, those of `gather` number by number.
+        row = index + length * torch.arange(batch, device=index.device)[:, None]
+        return torch.nn.functional.embedding(row, rows.reshape(-1, width))
     plain = rows.stride(2) == 1 and rows.stride(1) == width and rows.stride(0) % max(width, 1) == 0
-    if not plain or rows.requires_grad or torch.compiler.is_compiling():
+    if not plain or torch.compiler.is_compiling():
         return rows.gather(1, index[..., None].expand(-1, -1, width))
     # All rows of the buffer in one list: fetching from that moves whole rows, and copies nothing else.
     step = rows.stride(0) // width
@@ -184,3 +189,26 @@ def visible_softmax(scores: torch.Tensor, visible: torch.Tensor | None) -> torch
     if visible is not None:
         scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1)
+
+
+def attend_own(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend to keys that each query has for itself.
+
+    Args:
+        query (`torch.Tensor` of shape (..., H, D)): scaled; all heads share the keys.
+        keys, values (`torch.Tensor` of shape (..., M, D)).
+        visible (`torch.BoolTensor` of shape (..., M), *optional*): all are without it. Where none is, the output is
+            finite and means nothing.
+
+    Returns:
+        `torch.Tensor` of shape (..., H, D).
+    """
+    if query.device.type != "cpu":
+        weights = visible_softmax(query @ keys.mT, None if visible is None else visible[..., None, :])
+        return weights.to(values.dtype) @ values
+    # On a CPU, one fused function takes half of the time of two products and a softmax.
+    mask = None if visible is None else visible.reshape(-1, 1, 1, visible.shape[-1])
+    flat = (x.reshape(-1, 1, *x.shape[-2:]) for x in (query, keys, values))
+    return torch.nn.functional.scaled_dot_product_attention(*flat, attn_mask=mask, scale=1.0).reshape(query.shape)

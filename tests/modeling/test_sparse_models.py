@@ -215,7 +215,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("indexer", ["lt2", "deepseek", None])
 def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, make_lt2, indexer):
     """Forward and backward, also of the indexer's loss and of its warm-up."""
-    monkeypatch.setitem(sparse_attention._PIECE, "cpu", 2**13)
+    monkeypatch.setattr(sparse_attention, "_PIECE_PER_THREAD", 2**13)
     fields = NSA if indexer is None else {**DSA, "dsa_indexer": indexer, "dsa_indexer_loss_weight": 1.0}
     config = make_lt2(**fields, num_hidden_layers=1, num_loops=1, dtype=torch.float32).config
     mixer = build_mixer(config, 0)

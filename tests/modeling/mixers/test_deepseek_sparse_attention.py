@@ -32,7 +32,7 @@ def build(dtype=torch.float64, **fields) -> DeepseekSparseAttention:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make a few dozen tokens need several pieces."""
-    monkeypatch.setitem(sparse_attention._PIECE, "cpu", 500)
+    monkeypatch.setattr(sparse_attention, "_PIECE_PER_THREAD", 500)
 
 
 def turned(vector: torch.Tensor, position: int, width: int) -> torch.Tensor:

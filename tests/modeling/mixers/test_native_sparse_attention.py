@@ -44,7 +44,7 @@ def rotary(positions: torch.Tensor, dtype=torch.float64):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Make a few dozen tokens need several pieces."""
-    monkeypatch.setitem(sparse_attention._PIECE, "cpu", 2000)
+    monkeypatch.setattr(sparse_attention, "_PIECE_PER_THREAD", 2000)
 
 
 def attend(query, keys, values) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,14 +1,18 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Measure the torch kernels of the recurrent mixers beside the best public ones in plain torch.
+"""Measure the torch kernel of every mixer beside the best public one in plain torch, and beside its products alone.
 
-The peers are transformers' own (Kimi Delta Attention, the Mamba2 mixer, the gated delta rule's stands in
-`bench_gated_delta_rule.py`) and, where it has none, flash-linear-attention's naive references, read from the installed
-package file by file, as the package itself needs a GPU. Both run in one process, turn by turn; a figure is the median
-over the turns, a ratio is theirs over ours. With one thread the process's CPU time is taken. Peak memory is read in a
-process of its own per function. Errors are against the recurrence in float64. Nothing is asserted about time.
+The peers are transformers' own (the gated delta rule, Kimi Delta Attention, the Mamba2 mixer) and, where it has none,
+flash-linear-attention's naive references, read from the installed package file by file, as the package itself needs a
+GPU. Both run in one process, turn by turn; a figure is the median over the turns, a ratio is theirs over ours. With
+one thread the process's CPU time is taken. The floor is the time of our matrix products at the rate of large ones,
+measured between the turns. Peak memory is read in a process of its own per function. Errors are against the recurrence
+in float64. Nothing is asserted about time.
 
-    python benchmarks/bench_linear_attention.py --output linear_attention.json
-    python benchmarks/bench_linear_attention.py --only kda gla --no-memory
+    python benchmarks/bench_kernels.py --output kernels.json
+    python benchmarks/bench_kernels.py --only kda gla --no-memory
+
+Linear kernels have eight heads of 64, sparse ones as many query heads as their peers ask for and one key head. More
+about `gdn` and about sparse attention: `bench_gated_delta_rule.py`, `bench_sparse_attention.py`.
 """
 
 import argparse
@@ -24,12 +28,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from unittest.mock import MagicMock, patch
 
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Mamba2Config
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from loopergy import LT2Config
 from loopergy.modeling.kernels import (
@@ -42,12 +49,19 @@ from loopergy.modeling.kernels import (
     recurrent_kda,
     recurrent_simple_gla,
 )
+from loopergy.modeling.kernels.block_sparse_attention import Branches, Pooling, native_sparse_attention, pool_blocks
+from loopergy.modeling.kernels.indexed_attention import Indexer, indexed_attention
 from loopergy.modeling.mixers.mamba2 import Mamba2
 
 # Length, width of a head; one row, eight heads.
 SHAPES = [(512, 64), (2048, 64)]
 HEADS = 8
-KINDS = ["kda", "deltanet", "gla", "hgrn2", "retnet", "simple gla", "la", "mamba2 mixer"]
+KINDS = ["gdn", "kda", "deltanet", "gla", "hgrn2", "retnet", "simple gla", "la", "mamba2 mixer", "nsa", "dsa"]
+# Blocks of 32, of which 4 are read, and a window of 128; the reference asks for 16 query heads a key head.
+BRANCHES = Branches(Pooling(32, 32), block_size=32, block_count=4, window=128)
+NSA_HEADS = 16
+# Tokens that the indexer leaves, and its heads.
+TOP_K, INDEX_HEADS, INDEX_WIDTH = 128, 4, 32
 # What takes longer is measured once only.
 _LONG_SECONDS = 1.0
 Tensors = dict[str, torch.Tensor]
@@ -65,7 +79,10 @@ def naive(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Helpers for packed documents, which need a GPU to be imported and are not called here.
+    helpers = ("fla", "fla.ops", "fla.ops.utils", "fla.ops.utils.pooling")
+    with patch.dict(sys.modules, {helper: MagicMock() for helper in helpers}):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -74,6 +91,19 @@ def draw(names: str, length: int, width: int, kind: str) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     if kind == "mamba2 mixer":
         return {"x": torch.randn(1, length, HEADS * width // 2, generator=generator)}
+    if kind in ("nsa", "dsa"):
+        shapes = {
+            "q": (1, length, NSA_HEADS if kind == "nsa" else HEADS, width),
+            "k": (1, length, 1, width),
+            "v": (1, length, 1, width),
+            "gates": (1, length, NSA_HEADS, 3),
+            "query": (1, length, INDEX_HEADS, INDEX_WIDTH),
+            "key": (1, length, INDEX_WIDTH),
+            "weights": (1, length, INDEX_HEADS),
+        }
+        tensors = {name: torch.randn(shapes[name], generator=generator) for name in names.split()}
+        # Weights above 0: with others many scores are 0, and equal ones have no order.
+        return {name: x.abs() if name == "weights" else x for name, x in tensors.items()}
     shape = (1, length, HEADS, width)
     tensors = {name: torch.randn(shape, generator=generator) for name in "qkv"}
     uniform = torch.rand(shape if kind in ("kda", "gla", "hgrn2") else shape[:3], generator=generator)
@@ -86,7 +116,7 @@ def draw(names: str, length: int, width: int, kind: str) -> Tensors:
     if kind == "retnet":
         rate = torch.log1p(-(2.0 ** (-5 - torch.arange(HEADS))))
         tensors["g"] = rate.expand(shape[:3]).contiguous()
-    if kind in ("kda", "deltanet"):
+    if kind in ("gdn", "kda", "deltanet"):
         tensors["q"], tensors["k"] = (torch.nn.functional.normalize(tensors[name], dim=-1) for name in "qk")
     return {name: tensors[name] for name in names.split()}
 
@@ -136,8 +166,50 @@ def mamba2_mixers(width: int) -> tuple[Call, Call]:
     return first(mixer), peer
 
 
+def native_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Return our Native Sparse Attention with averages made on the way."""
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    pooled = (pool_blocks(x, None, BRANCHES.pooling, 0, x.shape[2]) for x in (keys, values))
+    return native_sparse_attention(q, keys, values, *pooled, gates, BRANCHES, q.shape[-1] ** -0.5)
+
+
+def naive_native_sparse(reference: ModuleType) -> Call:
+    """Return the reference's branches put together; its window is flash attention, here a mask for torch's own."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        size, scale, length = BRANCHES.block_size, q.shape[-1] ** -0.5, q.shape[1]
+        pooled = [x[:, : length // size * size].unflatten(1, (-1, size)).mean(2) for x in (k, v)]
+        summary, _ = reference.naive_nsa_compression(q, *pooled, size, scale)
+        chosen = reference.naive_nsa_topk(q, pooled[0], BRANCHES.block_count, size, scale)
+        selection = reference.naive_nsa_selection(q, k, v, chosen, size, scale)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        mask = (distance >= 0) & (distance < BRANCHES.window)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        window = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+        return (torch.stack((summary, selection, window.transpose(1, 2)), -1) * gates[..., None, :]).sum(-1)
+
+    return attend
+
+
+def indexed(
+    q: torch.Tensor, k: torch.Tensor, query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return our DeepSeek Sparse Attention with values that are the keys."""
+    indexer, width = Indexer(query, key, weights), q.shape[-1]
+    return indexed_attention(q, k[:, :, 0], width, indexer, TOP_K, width**-0.5)[0]
+
+
 def contest(kind: str, width: int) -> Contest:
-    """Return who meets whom for a kind of recurrence."""
+    """Return who meets whom for a kind of mixer."""
+    if kind == "gdn":
+        ours, exact = first(chunk_gated_delta_rule), first(recurrent_gated_delta_rule)
+        return Contest("q k v g beta", "transformers", ours, first(torch_chunk_gated_delta_rule), exact)
+    if kind == "nsa":
+        return Contest("q k v gates", "fla naive", native_sparse, naive_native_sparse(naive("nsa")))
+    if kind == "dsa":
+        reference = naive("dsa").naive_dsa
+        peer = lambda q, k, *index: reference(q, k, k, *index, topk=TOP_K)  # noqa: E731
+        return Contest("q k query key weights", "fla naive", indexed, peer)
     if kind == "kda":
         peer = first(chunk_kimi_delta_attention)
         return Contest("q k v g beta", "transformers", first(chunk_kda), peer, first(recurrent_kda), 30.0)
@@ -216,6 +288,20 @@ def highest_memory() -> float:
     return int(line.split()[1]) / 1024
 
 
+def product_rate() -> float:
+    """Return multiplications and additions per second of a large matrix product."""
+    x = torch.randn(1024, 1024)
+    seconds = [timed(lambda x: x @ x, {"x": x}, False) for _ in range(7)]
+    return 2 * 1024**3 / statistics.median(seconds)
+
+
+def products(call: Call, inputs: Tensors, backward: bool) -> int:
+    """Return multiplications and additions of a call's matrix products."""
+    with FlopCounterMode(display=False) as counter:
+        run(call, inputs, backward)
+    return counter.get_total_flops()
+
+
 def measure(kind: str, length: int, width: int, turns: int, memory: bool) -> dict:
     fight = contest(kind, width)
     inputs = draw(fight.names, length, width, kind)
@@ -228,22 +314,28 @@ def measure(kind: str, length: int, width: int, turns: int, memory: bool) -> dic
         seconds = medians(calls, inputs, backward, turns)
         figures = {f"{who}_ms": 1000 * value for who, value in seconds.items()}
         figures["ratio"] = seconds["peer"] / seconds["ours"]
+        figures["floor_ms"] = 1000 * products(fight.ours, inputs, backward) / product_rate()
         if memory:
             figures |= {f"{who}_mb": peak_memory(kind, who, length, width, backward) for who in calls}
         row[name] = figures
     return row
 
 
-def line(row: dict) -> str:
-    cells = [f"{row['kind']} T{row['length']} D{row['width']}".ljust(24)]
-    for name in ("forward", "forward_backward"):
+HEADER = (
+    "| kernel | tokens | pass | peer | peer, ms | ours, ms | ratio | products alone, ms | peer, MB | ours, MB |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def lines(row: dict) -> str:
+    """Return a row of the table for each pass."""
+    texts = []
+    for name, text in (("forward", "forward"), ("forward_backward", "with backward")):
         r = row[name]
-        cells.append(f"{r['peer_ms']:8.1f} {r['ours_ms']:7.1f} {r['ratio']:6.1f}x")
-        if "peer_mb" in r:
-            cells.append(f"{r['peer_mb']:6.0f} {r['ours_mb']:5.0f} MB")
-    if "error" in row:
-        cells.append(f"{row['error']['peer']:.0e} {row['error']['ours']:.0e}")
-    return " | ".join(cells) + f" | {row['peer']}"
+        memory = f"{r['peer_mb']:.0f} | {r['ours_mb']:.0f}" if "peer_mb" in r else " | "
+        times = f"{r['peer_ms']:.1f} | {r['ours_ms']:.1f} | {r['ratio']:.1f}x | {r['floor_ms']:.1f}"
+        texts.append(f"| {row['kind']} | {row['length']:,} | {text} | {row['peer']} | {times} | {memory} |")
+    return "\n".join(texts)
 
 
 def main() -> None:
@@ -262,12 +354,16 @@ def main() -> None:
         print_peak(kind, who, int(length), int(width), bool(int(backward)))
         return
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.threads} thread(s), float32")
-    print("ms peer, ms ours, ratio; peak MB peer, ours; first forward, then with backward; errors peer, ours; peer")
+    print(HEADER)
     rows = []
     for kind in options.only:
         for length, width in SHAPES:
             rows.append(measure(kind, length, width, options.turns, not options.no_memory))
-            print(line(rows[-1]), flush=True)
+            print(lines(rows[-1]), flush=True)
+    print("\nLargest errors of outputs and gradients on 128 tokens, peer and ours:")
+    for row in rows:
+        if "error" in row and row["length"] == SHAPES[0][0]:
+            print(f"{row['kind']}: {row['error']['peer']:.0e}, {row['error']['ours']:.0e}")
     if options.output:
         machine = platform.processor() or platform.machine()
         figures = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}

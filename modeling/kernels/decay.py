@@ -11,7 +11,8 @@ For one decay per head that is a table [C, C]. For one per channel there is no s
 Each half is then a smaller chunk of the same kind. Where decays are mild, so that a whole chunk's may be turned round
 without harm, one product takes the place of all these.
 
-Shape letters: n chunks, C tokens of a chunk, K channels, R kinds of reading rows.
+Shape letters: s chunks of a segment, p (row, head) pairs, n = s * p, C tokens of a chunk, K channels, R kinds of
+reading rows.
 """
 
 import math
@@ -52,11 +53,6 @@ def _smallest(dtype: torch.dtype) -> float:
     return 1.001 * math.exp(-LOG_DECAY_FLOOR[dtype])
 
 
-def lowest_counted(dtype: torch.dtype) -> float:
-    """Return a log decay beyond which all count as -inf, for them to be raised to: -inf * 0 is no number."""
-    return -LOG_DECAY_FLOOR[dtype] - 1
-
-
 class ChannelChunks(NamedTuple):
     """What chunks with one log decay per token and channel compute without looking at a state.
 
@@ -86,12 +82,11 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
     # In the place of the outputs, which come when these decays are done with.
     decays = _mild(g, space.take("out", *g.shape))
     if decays is None:
-        g = g.clamp(min=lowest_counted(g.dtype)).reshape(n, size, width)
         together, keys = torch.stack(list(rows), 2).flatten(0, 1), keys.reshape(n, size, width)
-        scores, since, until = _in_halves(together, keys, g)
+        scores, since, until = _in_halves(together, keys, g.reshape(n, size, width))
         read = torch.mul(together, since[:, None], out=space.over(together))
         return ChannelChunks(scores, read, keys * until, since[:, -1])
-    carry = decays[:, :, -1].flatten(0, 1).clone()
+    carry = decays[:, :, -1].flatten(0, 1)
     read = space.take("read", s, p, kinds, size, width)
     if read is None:
         read = torch.stack([x * decays for x in rows], 2)
@@ -178,7 +173,9 @@ class HeadDecay:
     def __init__(self, space: Space, g: Tensor):
         n, size, dtype = *g.shape, space.dtype
         # Summed in float64 and kept as a pair of numbers: differences of long sums would cost three digits.
-        total = g.to(dtype if g.device.type == "mps" else torch.float64).clamp(min=lowest_counted(dtype)).cumsum(-1)
+        # What lies beyond the floor counts as -inf, whose differences are no numbers.
+        total = g.to(dtype if g.device.type == "mps" else torch.float64)
+        total = total.clamp(min=-LOG_DECAY_FLOOR[dtype] - 1).cumsum(-1)
         high = total.to(dtype)
         rest = (total - high).to(dtype)
         self.since = decay(high)[..., None]

@@ -11,8 +11,9 @@ in float64. Nothing is asserted about time.
     python benchmarks/bench_kernels.py --output kernels.json
     python benchmarks/bench_kernels.py --only kda gla --no-memory
 
-Linear kernels have eight heads of 64, sparse ones as many query heads as their peers ask for and one key head. More
-about `gdn` and about sparse attention: `bench_gated_delta_rule.py`, `bench_sparse_attention.py`.
+Linear kernels have eight heads of 64, sparse ones as many query heads as their peers ask for and one key head. Full
+and windowed attention are torch's own. More about `gdn` and about sparse attention: `bench_gated_delta_rule.py`,
+`bench_sparse_attention.py`.
 """
 
 import argparse
@@ -127,7 +128,6 @@ class Contest(NamedTuple):
     Args:
         names: of the tensors, in order.
         peer_name: what the peer is called in tables.
-        target: the ratio to reach, for the table.
     """
 
     names: str
@@ -135,7 +135,6 @@ class Contest(NamedTuple):
     ours: Call
     peer: Call
     exact: Call | None = None
-    target: float = 1.0
 
 
 def first(rule: Rule) -> Call:
@@ -212,7 +211,7 @@ def contest(kind: str, width: int) -> Contest:
         return Contest("q k query key weights", "fla naive", indexed, peer)
     if kind == "kda":
         peer = first(chunk_kimi_delta_attention)
-        return Contest("q k v g beta", "transformers", first(chunk_kda), peer, first(recurrent_kda), 30.0)
+        return Contest("q k v g beta", "transformers", first(chunk_kda), peer, first(recurrent_kda))
     if kind == "deltanet":
         peer = heads_first(naive("delta_rule").delta_rule_chunkwise)
         ours, exact = without_decay(chunk_gated_delta_rule), without_decay(recurrent_gated_delta_rule)
@@ -222,7 +221,7 @@ def contest(kind: str, width: int) -> Contest:
         return Contest("q k v", "fla naive chunk", ours, peer, first(recurrent_simple_gla))
     if kind in ("gla", "hgrn2"):
         peer = first(naive("gla").naive_recurrent_gla)
-        return Contest("q k v g", "fla naive recurrent", first(chunk_gla), peer, first(recurrent_gla), 6.0)
+        return Contest("q k v g", "fla naive recurrent", first(chunk_gla), peer, first(recurrent_gla))
     if kind == "mamba2 mixer":
         return Contest("x", "transformers", *mamba2_mixers(width))
     peer = first(naive("simple_gla").naive_chunk_simple_gla)
@@ -305,7 +304,7 @@ def products(call: Call, inputs: Tensors, backward: bool) -> int:
 def measure(kind: str, length: int, width: int, turns: int, memory: bool) -> dict:
     fight = contest(kind, width)
     inputs = draw(fight.names, length, width, kind)
-    row: dict = {"kind": kind, "length": length, "width": width, "peer": fight.peer_name, "target": fight.target}
+    row: dict = {"kind": kind, "length": length, "width": width, "peer": fight.peer_name}
     if fight.exact is not None:
         short = draw(fight.names, 128, width, kind)
         row["error"] = {who: error(getattr(fight, who), fight.exact, short) for who in ("peer", "ours")}

@@ -192,12 +192,16 @@ def print_listops(output: Path) -> None:
     if not runs:
         return
     operators = ListOps().operators
-    print(f"\n| model | D | parameters | validation loss | greedy | {' | '.join(operators)} | sampled, 22 tokens |")
-    print(f"|---|---|---|---|---|{'---|' * len(operators)}---|")
+    print(
+        "\n| model | D | parameters | validation loss | validation solved | test solved "
+        f"| {' | '.join(operators)} | sampled, 22 tokens |"
+    )
+    print(f"|---|---|---|---|---|---|{'---|' * len(operators)}---|")
     for name, rows in runs.items():
         for width, parameters, folder in rows:
             found = tests(folder)
-            cells = [found["greedy"], *(found["operators"][operator] for operator in operators), found["official"]]
+            known = History.load(folder).curve("eval_accuracy")[-1][1]
+            cells = [known, found["greedy"], *(found["operators"][x] for x in operators), found["official"]]
             shares = " | ".join(f"{100 * value:.1f} %" for value in cells)
             print(f"| {name} | {width} | {parameters:,} | {found['loss']:.3f} | {shares} |")
 

@@ -21,6 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from loopergy.conversion.folders import replace_file
+from loopergy.distill.recipe_parts import LOCK_FILE
 from loopergy.tasks.characters import Characters
 from loopergy.tasks.listops import ListOps
 from loopergy.tasks.new_model import new_model
@@ -101,7 +102,7 @@ def listops(options: argparse.Namespace) -> None:
         for name, widths in LISTOPS_WIDTHS.items():
             folder = run_folder(options.output, "listops", name, widths[place], 0)
             folder.mkdir(parents=True, exist_ok=True)
-            with suppress(Timeout), FileLock(folder / ".running", timeout=0):
+            with suppress(Timeout), FileLock(folder / LOCK_FILE, timeout=0):
                 if not (folder / TESTS_FILE).is_file():
                     listops_run(folder, name, widths[place], options.updates)
 

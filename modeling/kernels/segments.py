@@ -238,7 +238,7 @@ def to_chunks(
         size: C.
         space: where the result goes, in one piece and in its dtype; None for a view or copy as it comes.
         name: the buffer's.
-        factor: what to multiply by.
+        factor: what to multiply by on the way into a buffer or `place`.
         place: a tensor of the result's shape to fill instead of a buffer of its own.
     """
     batch, length, heads = x.shape[:3]
@@ -251,8 +251,7 @@ def to_chunks(
     shape = (len(chunks), batch * heads, size, *x.shape[3:])
     buffer = space.take(name, *shape) if place is None else place
     if buffer is None:
-        chunks = chunks.to(space.dtype).reshape(shape).contiguous()
-        return chunks if factor == 1.0 else chunks * factor
+        return chunks.to(space.dtype).reshape(shape).contiguous()
     target = buffer.unflatten(1, (batch, heads))
     if factor == 1.0:
         target.copy_(chunks)

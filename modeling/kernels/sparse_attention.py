@@ -163,12 +163,12 @@ def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         index (`torch.LongTensor` of shape (B, M)).
     """
     batch, length, width = rows.shape
-    if rows.requires_grad and not torch.compiler.is_compiling():
+    if rows.device.type == "cpu" and rows.requires_grad and not torch.compiler.is_compiling():
         # The gradients of a table's rows are added up row by row, those of `gather` number by number.
         row = index + length * torch.arange(batch, device=index.device)[:, None]
         return torch.nn.functional.embedding(row, rows.reshape(-1, width))
     plain = rows.stride(2) == 1 and rows.stride(1) == width and rows.stride(0) % max(width, 1) == 0
-    if not plain or torch.compiler.is_compiling():
+    if not plain or rows.requires_grad or torch.compiler.is_compiling():
         return rows.gather(1, index[..., None].expand(-1, -1, width))
     # All rows of the buffer in one list: fetching from that moves whole rows, and copies nothing else.
     step = rows.stride(0) // width

@@ -438,3 +438,12 @@ def test_shapes_that_do_not_fit_are_named(kind, change, message):
 def test_chunk_sizes_that_do_not_work_are_refused(kind, size):
     with pytest.raises(ValueError, match=f"`chunk_size` must be .* got {size}"):
         kernels(kind)[0](**draw(kind), chunk_size=size)
+
+
+def test_queries_and_keys_of_almost_no_length_are_divided_by_no_less_than_the_epsilon():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k = 1e-4 * q, 1e-4 * k
+    g, beta = -torch.rand(1, 20, 2, 8, generator=generator), torch.rand(1, 20, 2, generator=generator)
+    results = [rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0] for rule in (chunk_kda, recurrent_kda)]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)

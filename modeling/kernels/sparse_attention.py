@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 # Numbers that one piece of work may fetch: what stays in a CPU's cache, for each thread, or keeps a GPU busy.
 _PIECE_PER_THREAD = 2**19
 _PIECE_ELSEWHERE = 2**26
+_TRACED_THREADS = 4  # a compiled program cannot ask for threads, and holds its pieces one after another: few large ones
 
 
 class TokenOrder(NamedTuple):
@@ -106,7 +107,8 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 def piece_size(numbers_per_query: int, device: torch.device) -> int:
     """Return how many queries to work on at a time when each fetches so many numbers."""
-    numbers = _PIECE_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _PIECE_ELSEWHERE
+    threads = _TRACED_THREADS if torch.compiler.is_compiling() else torch.get_num_threads()
+    numbers = _PIECE_PER_THREAD * threads if device.type == "cpu" else _PIECE_ELSEWHERE
     return max(1, numbers // max(1, numbers_per_query))
 
 

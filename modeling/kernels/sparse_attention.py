@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 # Numbers that one piece of work may fetch: what stays in a CPU's cache, for each thread, or keeps a GPU busy.
 _PIECE_PER_THREAD = 2**19
 _PIECE_ELSEWHERE = 2**26
-_TRACED_THREADS = 4  # a compiled program cannot ask for threads, and holds its pieces one after another: few large ones
+_TRACED_THREADS = 4  # a compiled program cannot ask for threads; it unrolls its pieces, so they are few and large
 
 
 class TokenOrder(NamedTuple):

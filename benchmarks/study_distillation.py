@@ -57,6 +57,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one learning rate": ({}, {"body_learning_rate": None}),
     "body at rest": ({}, {"body_learning_rate": 0.0}),
 }
+ARMS: dict[str, Any] = {"selection": STRATEGIES, "losses": LOSSES}
 
 
 class Study:
@@ -168,14 +169,15 @@ def run(options: argparse.Namespace) -> None:
     study = Study(options)
     if options.tasks:
         print("teacher:", study.accuracies(study.teacher))
+    arms = options.arms or list(ARMS[options.verb])
     for seed in range(options.seeds):
         if options.verb == "selection":
             for keep in options.keep:
-                for name, arm in STRATEGIES.items():
-                    study.run("selection", name, seed, keep, arm, ({}, {}))
+                for name in arms:
+                    study.run("selection", name, seed, keep, STRATEGIES[name], ({}, {}))
         else:
-            for name, changes in LOSSES.items():
-                study.run("losses", name, seed, 0.25, ("oneshot", 0.0), changes)
+            for name in arms:
+                study.run("losses", name, seed, 0.25, ("oneshot", 0.0), LOSSES[name])
 
 
 def collect(folder: Path) -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
@@ -241,6 +243,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=32_768, help="tokens measured on")
     parser.add_argument("--keep", type=float, nargs="+", default=SHARES, help="shares of the layers to keep")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", help="names of the rows to run; all by default")
     parser.add_argument("--tasks", action="store_true", help="measure recall and needle too")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16 where the processor has it")
     options = parser.parse_args()
@@ -248,6 +251,8 @@ def main() -> None:
         print_tables(options.output)
     elif not options.teacher:
         parser.error("--teacher is needed to train")
+    elif unknown := set(options.arms or ()) - set(ARMS[options.verb]):
+        parser.error(f"--arms: {', '.join(sorted(unknown))}: none of {', '.join(ARMS[options.verb])}")
     else:
         run(options)
 

@@ -15,12 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import loopergy  # noqa: F401  registers the model types
 from loopergy.distill.data import in_split, load_documents
 from loopergy.distill.losses import linear_token_losses, shift_targets
-from loopergy.distill.teacher import head_weight, loop_states, resolve_tokenizer
+from loopergy.distill.teacher import head_weight, loop_states, resolve_teacher, resolve_tokenizer
 from loopergy.tasks.needle import Needle
 
 
@@ -67,7 +66,7 @@ def needle_accuracy(model: PreTrainedModel, task: Needle, length: int, count: in
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="models with one tokenizer")
+    parser.add_argument("models", nargs="+", metavar="NAME=MODEL", help="folders or `smollm2`; one tokenizer for all")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
     parser.add_argument("--first", type=int, default=256, help="end of the first group of positions")
     parser.add_argument("--texts", type=int, default=16, help="documents at most")
@@ -85,7 +84,7 @@ def main() -> None:
     print(f"perplexity by position, {len(texts)} texts of {options.length} tokens; share of needles found by length\n")
     print("| model | " + " | ".join([*head, *needles]) + " |\n|---|" + "---|" * (len(head) + len(needles)))
     for name, folder in named.items():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model: Any = resolve_teacher(folder, dtype=torch.float32)
         losses = loss_by_position(model, texts)
         # The last position of a text asks nothing.
         cells = [f"{math.exp(losses[low : min(high, options.length - 1)].mean()):.2f}" for low, high in spans]

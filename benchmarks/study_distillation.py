@@ -148,7 +148,8 @@ class Study:
         student, record = prepare_student(aligned, self.teacher, kept)
         student.to(self.teacher.dtype)
         before = evaluate_heldout(student, self.teacher, self.held_out)
-        options = {"learning_rate": 1e-3, "body_learning_rate": 1e-4, **changes}
+        rate = self.options.learning_rate
+        options = {"learning_rate": rate, "body_learning_rate": rate / 10, **changes}
         args = DistillConfig(**self.settings(name, self.options.distill, seed, **options))
         trainer = DistillTrainer(student, self.teacher, args, self.text(seed + 2), previous=record)
         trainer.train()
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--align", type=int, default=65_536, help="tokens of alignment, once a seed")
     parser.add_argument("--select", type=int, default=8192, help="tokens candidates are scored on")
     parser.add_argument("--distill", type=int, default=65_536, help="tokens of distillation, each arm")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the mixers; a tenth for all else")
     parser.add_argument("--held-out", type=int, default=32_768, help="tokens measured on")
     parser.add_argument("--keep", type=float, nargs="+", default=SHARES, help="shares of the layers to keep")
     parser.add_argument("--seeds", type=int, default=3)

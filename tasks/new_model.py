@@ -26,6 +26,8 @@ def check_fields(kind: type[PreTrainedConfig], names: Iterable[str]) -> set[str]
         ValueError: One of `names` is none; a config would take it and nothing would read it.
     """
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    if "rope_parameters" in known:
+        known |= {"rope_theta", "rope_scaling"}  # its older spelling, which every such config still reads
     unknown = sorted(set(names) - known)
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")

@@ -35,6 +35,7 @@ def test_fields_are_taken_under_any_of_their_names(task):
     assert new_model("gpt2", task, n_embd=32).config.hidden_size == 32
     assert new_model("gpt2", task, hidden_size=32).config.n_embd == 32
     assert new_model("ouro", task, num_loops=2).config.total_ut_steps == 2
+    assert new_model("ouro", task, rope_theta=100.0).config.rope_parameters["rope_theta"] == 100.0
 
 
 def test_weights_are_fixed_by_the_seed(task):

@@ -106,19 +106,19 @@ def measure_pass(sizes: dict, variants: list[str], length: int, training: bool, 
 
 
 @torch.inference_mode()
-def measure_decoding(context: int, repeats: int, steps: int) -> dict:
-    """Time one token at a context length, for two kinds of cache."""
+def measure_decoding(context: int, rows: int, repeats: int, steps: int) -> dict:
+    """Time one token of every row at a context length, for two kinds of cache."""
     sizes = shape(512, 10) | {"vocab_size": 50257}
     models = {
         name: build(name, "sdpa", sizes).eval() for name in ("llama", "T=1, no diagonal", "T=1, shared diagonal")
     }
-    token, runs, held = torch.tensor([[5]]), {}, {}
+    token, runs, held = torch.full((rows, 1), 5), {}, {}
     for kind in ("concatenating", "in place"):
         for name, model in models.items():
             cache = DynamicCache(config=model.config)
             cache = with_growing_layers(cache) if kind == "in place" else cache
             config = model.config
-            keys = torch.randn(1, config.num_key_value_heads, context, config.head_dim)
+            keys = torch.randn(rows, config.num_key_value_heads, context, config.head_dim)
             width = 0 if name == "T=1, no diagonal" else config.head_dim  # with a diagonal, the width of u per head
             for layer in range(config.num_hidden_layers):
                 cache.update(keys, keys[..., :width], layer)
@@ -131,12 +131,12 @@ def measure_decoding(context: int, repeats: int, steps: int) -> dict:
                     model(token, cache=cache, use_cache=True)
 
             runs[key] = run
-    rows = in_turn(runs, repeats, "llama, concatenating")
-    base = {kind: rows[f"llama, {kind}"]["ms"] for kind in ("concatenating", "in place")}
-    for name, row in rows.items():
+    found = in_turn(runs, repeats, "llama, concatenating")
+    base = {kind: found[f"llama, {kind}"]["ms"] for kind in ("concatenating", "in place")}
+    for name, row in found.items():
         faster = base[name.rpartition(", ")[2]] / row["ms"]
         row |= {"ms": row["ms"] / steps, "faster_than_llama": faster, "cache_bytes": held[name]}
-    return rows
+    return found
 
 
 def measure_diagonal(length: int, training: bool, repeats: int) -> dict:
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="layers of training and prefill")
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048], help="of training and prefill")
     parser.add_argument("--contexts", type=int, nargs="*", default=[2048, 8192], help="of decoding")
+    parser.add_argument("--rows", type=int, default=1, help="texts that are decoded together")
     parser.add_argument("--diagonals", type=int, nargs="*", default=[128, 512, 2048], help="lengths of the last table")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="tokens per repeat of decoding")
@@ -199,7 +200,7 @@ def main() -> None:
     print("\n| context | model and cache | ms per token | faster than Llama with such a cache | cache MiB |")
     print("|---|---|---|---|---|")
     for context in options.contexts:
-        results["decoding"][context] = rows = measure_decoding(context, options.repeats, options.steps)
+        results["decoding"][context] = rows = measure_decoding(context, options.rows, options.repeats, options.steps)
         for name, row in rows.items():
             faster = f"{row['faster_than_llama']:.2f}x | {row['cache_bytes'] / 2**20:.0f}"
             print(f"| {context} | {name} | {row['ms']:.1f} | {faster} |", flush=True)

@@ -11,6 +11,7 @@ after each; the delta rules may have negative eigenvalues.
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def train(output: Path, tasks: list[str], updates: int, seeds: int) -> None:
 
 
 def collect(output: Path) -> dict[str, dict[str, dict[int, dict]]]:
-    """Gather task, mixers, loops: mean accuracy over the seeds that are done, and by group."""
+    """Gather task, mixers, loops: the accuracies of the seeds that are done, and their means by group."""
     found: dict = {}
     for name in TASKS:
         for mixers in MIXERS:
@@ -78,19 +79,23 @@ def collect(output: Path) -> dict[str, dict[str, dict[int, dict]]]:
                 if not runs:
                     continue
                 groups = {group: sum(run["groups"][group] for run in runs) / len(runs) for group in runs[0]["groups"]}
-                mean = sum(run["accuracy"] for run in runs) / len(runs)
-                row = {"accuracy": mean, "groups": groups, "seeds": len(runs)}
+                row = {"accuracies": [run["accuracy"] for run in runs], "groups": groups}
                 found.setdefault(name, {}).setdefault(mixers, {})[loops] = row
     return found
 
 
+def spread(values: list[float]) -> str:
+    mean = f"{statistics.mean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.2f} to {max(values):.2f})"
+
+
 def cells(row: dict[int, dict], group: str | None = None) -> str:
-    values = [row[loops]["groups"][group] if group else row[loops]["accuracy"] for loops in LOOPS if loops in row]
-    return " | ".join(f"{value:.3f}" for value in values)
+    found = [row[loops] for loops in LOOPS if loops in row]
+    return " | ".join(f"{one['groups'][group]:.2f}" if group else spread(one["accuracies"]) for one in found)
 
 
 def print_tables(found: dict) -> None:
-    """Print accuracy by T, and for recall by how many tokens ago the pair was."""
+    """Print mean, lowest and highest accuracy by T, and the means by how many tokens or moves ago."""
     head = " | ".join(f"T={loops}" for loops in LOOPS)
     for name, rows in found.items():
         print(f"\n| {name} | {head} |\n|---|{'---|' * len(LOOPS)}")
@@ -107,14 +112,15 @@ def print_tables(found: dict) -> None:
 
 
 def plot(found: dict, path: Path) -> None:
-    """Draw accuracy over T, one panel a task."""
+    """Draw mean accuracy over T, one panel a task."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(found), figsize=(4.6 * len(found), 3.4), layout="constrained", sharey=True)
     for axis, (name, rows) in zip(axes, found.items(), strict=True):
         for mixers, row in rows.items():
             style = "--" if "," in mixers else "-"
-            axis.plot(list(row), [value["accuracy"] for value in row.values()], style, marker="o", label=mixers)
+            means = [statistics.mean(value["accuracies"]) for value in row.values()]
+            axis.plot(list(row), means, style, marker="o", label=mixers)
         axis.set_xscale("log", base=2)
         axis.set_xticks(LOOPS, [str(loops) for loops in LOOPS])
         axis.set(title=name, xlabel="loops T", ylim=(0, 1.03))

@@ -7,8 +7,7 @@ A Llama, except that
 - the whole stack of N layers is applied T times with the same weights;
 - each layer has its own mixer: full, windowed or sparse attention, or one of eight with a recurrent state
   (`config.layer_mixers`);
-- recurrent mixers start from a zero state in every loop: a state carried over would tell early tokens about later
-ones;
+- recurrent mixers start from a zero state in every loop: one carried over would tell early tokens about later ones;
 - after loop t the loop's input comes back, h + rho[t] * input, rho zero at the start (eq. 2);
 - attention may be gated before its output projection;
 - the indexer of sparse attention may have a loss of its own, added to that of the head;

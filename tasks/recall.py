@@ -69,7 +69,9 @@ class Recall(ExampleTask):
         """The tokens of the model's tokenizer that are a word with a space before it, in the order of their ids."""
         vocabulary = self.vocabulary.get_vocab() if self.vocabulary is not None else {}
         return sorted(
-            index for word, index in vocabulary.items() if word[:1] in "Ġ▁" and len(word) > 3 and word[1:].isalpha()
+            index
+            for word, index in vocabulary.items()
+            if word[:1] in "Ġ▁" and len(word) > 3 and word[1:].isascii() and word[1:].isalpha()
         )
 
     @cached_property

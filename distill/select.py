@@ -266,9 +266,9 @@ def select_layers(
 
     Args:
         student (`LT2ForCausalLM`): The student of stage 1; unchanged afterwards.
-        teacher (`PreTrainedModel`): Its teacher. batches (sequence of mappings): `input_ids` and, optionally,
-            `labels`, `attention_mask`, `position_ids`; the same for all candidates. Not looked at by `"uniform"` and
-            `"given"`.
+        teacher (`PreTrainedModel`): Its teacher.
+        batches (sequence of mappings): `input_ids` and, optionally, `labels`, `attention_mask`, `position_ids`; the
+            same for all candidates. Not looked at by `"uniform"` and `"given"`.
         keep (`int`, `float`, list or `str`, defaults to 0.25): How many layers to keep in all, or which share of all
             layers; the layers themselves with `strategy="given"`.
         strategy (`str`, defaults to `"oneshot"`): One of `STRATEGIES`.

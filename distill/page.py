@@ -53,9 +53,10 @@ def render(report: "Report") -> str:
     parts = [_facts(report)]
     kept, layers = report.student.get("kept_layers"), report.teacher.get("layers")
     if kept is not None and layers:
-        scores = report.selection.scores if report.selection else None
+        chosen = report.selection
+        scores = {"scores": chosen.scores, "meaning": chosen.meaning} if chosen else {}
         mixers = report.student.get("mixers", ())
-        plan = draw_plan(kept, layers, report.teacher.get("loops", 1), scores, mixers)
+        plan = draw_plan(kept, layers, report.teacher.get("loops", 1), mixers=mixers, **scores)
         parts.append(_section("Which layers keep full attention", to_svg(plan), _PLAN))
     if report.heldout_kl:
         text = f"On {report.heldout_tokens:,} tokens of documents that were in no training data of the student."

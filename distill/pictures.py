@@ -112,6 +112,7 @@ def draw_plan(
     loops: int,
     scores: Mapping[int, float] | None = None,
     mixers: Sequence[str] = (),
+    meaning: str = "KL saved",
 ) -> "Figure":
     """Draw the grid of loops and layers, kept layers lit, with the importance of each layer as a bar above.
 
@@ -121,6 +122,7 @@ def draw_plan(
         loops (`int`): Loops; one row each.
         scores (mapping, *optional*): Importance of each layer.
         mixers (sequence of `str`, *optional*): Mixer of each layer, for the colours of those that are not kept.
+        meaning (`str`, defaults to `"KL saved"`): What the importance is.
 
     Returns:
         `Figure`: The picture.
@@ -130,12 +132,12 @@ def draw_plan(
     width = max(6.0, min(11.0, 0.36 * num_layers + 1.6))
     heights = [1.5 if scores else 0.01, 0.34 * loops + 0.3]
     figure, (bars, grid) = _two_rows(width, heights)
-    colours, meaning = _colour_mixers(kept, num_layers, mixers)
+    colours, legend = _colour_mixers(kept, num_layers, mixers)
     if scores:
         shades = [FULL_COLOUR if layer in kept else "#b8c4d2" for layer in range(num_layers)]
         bars.bar(range(num_layers), [scores.get(layer, 0.0) for layer in range(num_layers)], color=shades, width=0.78)
         bars.axhline(0, color=MUTED, linewidth=0.8)
-        bars.set_ylabel("KL saved")
+        bars.set_ylabel(meaning)
         bars.tick_params(axis="x", length=0, labelbottom=False)
         bars.spines["bottom"].set_visible(False)
     else:
@@ -157,7 +159,7 @@ def draw_plan(
     grid.set_yticks(range(loops), [f"loop {loop + 1}" for loop in range(loops)])
     step = 1 if num_layers <= 32 else 2
     grid.set_xticks(range(0, num_layers, step))
-    grid.set_xlabel(f"physical layer    ( {meaning} )")
+    grid.set_xlabel(f"physical layer    ( {legend} )")
     grid.tick_params(length=0)
     for side in ("left", "bottom"):
         grid.spines[side].set_visible(False)
@@ -175,8 +177,8 @@ def _two_rows(width: float, heights: Sequence[float]) -> tuple["Figure", tuple[A
 
 def draw_selection(selection: "Selection") -> "Figure":
     """Draw a selection: its plan with one row a loop, and the scores where the strategy has them."""
-    loops = max(1, len(selection.baseline_kl))
-    return draw_plan(selection.kept_layers, selection.num_layers, loops, selection.scores, selection.mixers)
+    loops, scores = max(1, len(selection.baseline_kl)), selection.scores
+    return draw_plan(selection.kept_layers, selection.num_layers, loops, scores, selection.mixers, selection.meaning)
 
 
 @styled

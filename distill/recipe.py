@@ -45,7 +45,16 @@ from loopergy.distill.select import Selection, select_layers, wanted_layers
 from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer, check_row_length
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
-from loopergy.tasks.mixture import TaskShare, TextAndTasks, accuracies, check_entries, check_shares, task_shares
+from loopergy.tasks.mixture import (
+    TaskShare,
+    TextAndTasks,
+    accuracies,
+    check_entries,
+    check_lengths,
+    check_shares,
+    task_batches,
+    task_shares,
+)
 
 STAGES = ("convert", "calibrate", "align", "select", "distill", "extend")
 # What a stage may have of its own.
@@ -79,7 +88,8 @@ class SelectSettings:
         default=0.25, metadata={"help": "Layers to keep: a number, a share, or the layers (strategy given)."}
     )
     strategy: str = field(
-        default="oneshot", metadata={"help": "One of oneshot, greedy_add, greedy_remove, mse, uniform, given."}
+        default="oneshot",
+        metadata={"help": "One of oneshot, greedy_add, greedy_remove, leave_one_out, mse, uniform, given."},
     )
     num_tokens: int = field(
         default=65536, metadata={"help": "Tokens to score the candidates on, of the training documents."}
@@ -87,6 +97,9 @@ class SelectSettings:
     length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
     batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
     budget_tokens: int = field(default=0, metadata={"help": "Tokens to train each candidate on first (oneshot only)."})
+    tasks: list[dict[str, Any]] = field(
+        default_factory=list, metadata={"help": "Score the candidates on these tasks instead of text."}
+    )
 
 
 @dataclass
@@ -128,6 +141,7 @@ class Recipe:
                 check_entries(part.get("tasks", ()))
         if self.select is not None:
             check_keys("select", self.select, field_names(SelectSettings))
+            check_entries(self.select.get("tasks", ()))
         if self.calibrate is not None:
             check_keys("calibrate", self.calibrate, field_names(CalibrateSettings))
         check_keys("evaluate", self.evaluate, field_names(EvaluateSettings))
@@ -223,6 +237,7 @@ class RecipeRun:
             chosen, layers = SelectSettings(**parts["select"]), config.num_hidden_layers
             own = parse_keep_layers(parts["convert"].get("keep_layers", []), layers)
             wanted_layers(chosen.keep, chosen.strategy, chosen.budget_tokens, layers, own)
+            check_lengths(task_shares(chosen.tasks, self.tokenizer), chosen.length)
 
     def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
         """Return the arguments of a stage's trainer."""
@@ -305,7 +320,11 @@ class RecipeRun:
     def _select(self, settings: dict[str, Any]) -> StageRecord:
         began, chosen = time.perf_counter(), SelectSettings(**settings)
         student = self._load("align")
-        batches = self._sample(chosen, 1)
+        if chosen.tasks:
+            size = {name: getattr(chosen, name) for name in ("length", "num_tokens", "batch_size")}
+            batches = task_batches(task_shares(chosen.tasks, self.tokenizer), **size, seed=self.recipe.seed)
+        else:
+            batches = self._sample(chosen, 1)
         selection = select_layers(
             student,
             self.teacher,

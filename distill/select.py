@@ -10,9 +10,13 @@ With `KL(S)` that score, the importance of layer l is `I(l) = KL({}) - KL({l})`.
 | `"oneshot"`       | the K layers of largest `I`; each layer is tried once                                     |
 | `"greedy_add"`    | from nothing, add the layer that lowers the KL most, K times                               |
 | `"greedy_remove"` | from all, remove the layer that raises the KL least, N - K times                           |
+| `"leave_one_out"` | the K layers whose absence alone, from all, raises the KL most; each is tried once        |
 | `"mse"`           | the K layers whose mixers fit worst in stage 1 (no candidates are run)                     |
 | `"uniform"`       | spread evenly, the last layer included                                                     |
 | `"given"`         | the list that is passed                                                                    |
+
+What takes two layers together, such as looking something up, no single layer brings back, and `"oneshot"` does not see
+it: there `"leave_one_out"` ranks, on batches whose labels ask for nothing else.
 
 With `budget_tokens > 0` (`oneshot` only) each candidate is trained by distillation on that many tokens before it is
 scored, as in the paper; with 0 it is scored as it is, which costs N + 1 forward passes. Ties go to the smaller index.
@@ -41,7 +45,7 @@ from loopergy.distill.stage import batch_targets, kept_layers
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
-STRATEGIES = ("oneshot", "greedy_add", "greedy_remove", "mse", "uniform", "given")
+STRATEGIES = ("oneshot", "greedy_add", "greedy_remove", "leave_one_out", "mse", "uniform", "given")
 Batches = Sequence[Mapping[str, torch.Tensor]]
 
 
@@ -55,8 +59,10 @@ class Selection:
         num_layers (`int`): Physical layers of the model.
         order (`list[int]`): Candidates from most to least important, as far as the strategy ranks them.
         scores (`dict[int, float]`): Importance of each candidate: KL saved, or alignment error for `"mse"`.
-        kl (`dict[int, list[float]]`): KL of each loop with that layer restored alone (`"oneshot"`).
-        baseline_kl (`list[float]`): KL of each loop before anything is restored.
+        kl (`dict[int, list[float]]`): KL of each loop with that layer alone restored (`"oneshot"`), or with all but
+            that one (`"leave_one_out"`).
+        baseline_kl (`list[float]`): KL of each loop before anything is restored; with all of them restored
+            (`"leave_one_out"`).
         steps (`list[dict]`): What each greedy round chose, with its KL.
         tokens (`int`, defaults to 0): Tokens the candidates were scored on.
         budget_tokens (`int`, defaults to 0): Tokens each candidate was trained on.
@@ -76,6 +82,11 @@ class Selection:
     budget_tokens: int = 0
     seconds: float = 0.0
     mixers: list[str] = field(default_factory=list)
+
+    @property
+    def meaning(self) -> str:
+        """What the scores are, for pictures."""
+        return {"mse": "alignment error", "leave_one_out": "KL without it"}.get(self.strategy, "KL saved")
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the selection as JSON, and write it to `path` if one is given."""
@@ -368,6 +379,12 @@ class _Search:
             removed.append(rest[worst])
             chosen.steps.append({"removed": rest[worst], "kl": last.tolist()})
         chosen.order = [*(layer for layer in self.layers if layer not in removed), *reversed(removed)]
+
+    def leave_one_out(self) -> None:
+        kls = self.kls([self.layers, *([layer for layer in self.layers if layer != out] for out in self.layers)])
+        self._rank_alone(kls[0], kls[1:])
+        self.selection.scores = {layer: -saved for layer, saved in self.selection.scores.items()}
+        self.selection.order = ranked(self.selection.scores)
 
     def mse(self) -> None:
         errors = alignment_errors(self.student, self.teacher, self.batches).mean(0)

@@ -128,8 +128,8 @@ def draw_pictures(facts: CardFacts, folder: Path) -> dict[str, str]:
     mixers = getattr(config, "layer_mixers", None)
     if mixers:
         kept = [layer for layer, mixer in enumerate(mixers) if mixer == "full"]
-        scores = facts.selection.scores if facts.selection else None
-        figures["plan"] = draw_plan(kept, len(mixers), config.num_loops, scores, mixers)
+        scores = {"scores": facts.selection.scores, "meaning": facts.selection.meaning} if facts.selection else {}
+        figures["plan"] = draw_plan(kept, len(mixers), config.num_loops, mixers=mixers, **scores)
     if facts.heldout:
         kl = {stage: result["kl"] for stage, result in facts.heldout.items()}
         first = next(iter(facts.heldout.values()))

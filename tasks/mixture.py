@@ -75,6 +75,11 @@ def check_shares(tasks: Sequence[TaskShare], length: int) -> None:
     shares = [entry.share for entry in tasks]
     if any(share <= 0 for share in shares) or sum(shares) >= 1:
         raise ValueError(f"Shares must be above 0 and sum to less than 1, got {shares}: the rest is text.")
+    check_lengths(tasks, length)
+
+
+def check_lengths(tasks: Sequence[TaskShare], length: int) -> None:
+    """Raise `ValueError` for examples longer than a row of `length` tokens."""
     for entry in tasks:
         if entry.task.row_length > length:
             raise ValueError(
@@ -88,11 +93,63 @@ def accuracies(model: PreTrainedModel, tasks: Sequence[TaskShare], count: int = 
     return {entry.task.name: entry.task.evaluate(model, "test", count, 16).accuracy for entry in tasks}
 
 
+def task_row(entry: TaskShare, length: int, row: int, seed: int) -> dict[str, torch.Tensor]:
+    """Return a row of as many examples as fit, each a document of its own, and pads that ask nothing.
+
+    Args:
+        entry (`TaskShare`): The task.
+        length (`int`): Tokens of the row.
+        row, seed (`int`): Which examples of its training side.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids`, `labels` and `position_ids`, all `[length]`.
+    """
+    size = entry.task.row_length
+    count = length // size
+    examples = [entry.task.draw("train", row * count + index, seed).row() for index in range(count)]
+    parts: dict[str, list[torch.Tensor]] = {
+        "input_ids": [example["input_ids"] for example in examples],
+        "labels": [example["input_ids" if entry.whole_rows else "labels"] for example in examples],
+        "position_ids": [torch.arange(size)] * count,
+    }
+    item = {name: torch.cat(values) for name, values in parts.items()}
+    pads = torch.arange(length - size * count)
+    fill = {"input_ids": torch.zeros_like(pads), "labels": torch.full_like(pads, IGNORE), "position_ids": pads}
+    item = {name: torch.cat([value, fill[name]]) for name, value in item.items()}
+    # The first token of a document is no target.
+    item["labels"] = item["labels"].masked_fill(item["position_ids"] == 0, IGNORE)
+    return item
+
+
+def task_batches(
+    tasks: Sequence[TaskShare], *, length: int, num_tokens: int, batch_size: int = 1, seed: int = 0
+) -> list[dict[str, torch.Tensor]]:
+    """Return fixed batches of tasks and no text, for layer selection; rows are shared out by the tasks' shares.
+
+    Args:
+        tasks (sequence of `TaskShare`): What to draw from.
+        length (`int`): Tokens a row.
+        num_tokens (`int`): Tokens wanted, rounded up to whole rows and to one row a task.
+        batch_size (`int`, defaults to 1): Rows a batch.
+        seed (`int`, defaults to 0): Which examples.
+
+    Returns:
+        `list[dict[str, torch.Tensor]]`: The same list for the same arguments.
+    """
+    wanted = max(len(tasks), -(-num_tokens // length))
+    total = sum(entry.share for entry in tasks)
+    rows: list[dict[str, torch.Tensor]] = []
+    for entry in tasks:
+        count = max(1, round(wanted * entry.share / total))
+        rows += [task_row(entry, length, row, seed) for row in range(count)]
+    cuts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return [{name: torch.stack([row[name] for row in cut]) for name in cut[0]} for cut in cuts]
+
+
 class TextAndTasks(IterableDataset):
     """Interleave packed text with rows of tasks; the same rows for the same arguments, from any row on.
 
-    A row of a task holds as many of its examples as fit, each a document of its own, and pads that ask nothing.
-    Items have `input_ids`, `labels` and `position_ids`, all `[length]`.
+    Rows of tasks are those of [`task_row`]. Items have `input_ids`, `labels` and `position_ids`, all `[length]`.
 
     Args:
         text (`PackedDataset`): Its documents must be kept separate.
@@ -123,29 +180,12 @@ class TextAndTasks(IterableDataset):
         for row in itertools.count(self._rows):
             entry = self._choice(row)
             if entry is not None:
-                yield self._task_row(entry, row)
+                yield task_row(entry, self.text.length, row, self.seed)
                 continue
             item = next(text, None)
             if item is None:
                 return
             yield item
-
-    def _task_row(self, entry: TaskShare, row: int) -> dict[str, torch.Tensor]:
-        length, size = self.text.length, entry.task.row_length
-        count = length // size
-        examples = [entry.task.draw("train", row * count + index, self.seed).row() for index in range(count)]
-        parts: dict[str, list[torch.Tensor]] = {
-            "input_ids": [example["input_ids"] for example in examples],
-            "labels": [example["input_ids" if entry.whole_rows else "labels"] for example in examples],
-            "position_ids": [torch.arange(size)] * count,
-        }
-        item = {name: torch.cat(values) for name, values in parts.items()}
-        pads = torch.arange(length - size * count)
-        fill = {"input_ids": torch.zeros_like(pads), "labels": torch.full_like(pads, IGNORE), "position_ids": pads}
-        item = {name: torch.cat([value, fill[name]]) for name, value in item.items()}
-        # The first token of a document is no target.
-        item["labels"] = item["labels"].masked_fill(item["position_ids"] == 0, IGNORE)
-        return item
 
     def state_dict(self, rows: int | None = None) -> dict[str, Any]:
         """Return where the row after the first `rows` rows begins, as [`PackedDataset`] does.

@@ -11,9 +11,10 @@ import torch
 from loopergy.distill import recipe as recipe_room
 from loopergy.distill.recipe import Recipe, RecipeRun
 from loopergy.distill.report import evaluate_heldout
-from loopergy.distill.select import Selection
+from loopergy.distill.select import Selection, select_layers
 from loopergy.distill.stage import StageError, StageRecord
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.tasks import mixture
 
 FILES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 # Those with a teacher; the others make one.
@@ -116,9 +117,9 @@ def test_tasks_are_trained_on_and_measured(small, tmp_path, monkeypatch, topics_
     teacher = new_ouro(torch.float32, vocab_size=len(topics_tokenizer))
     tasks = [{"task": "recall", "share": 0.9, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}]
     drawn = []
-    original = recipe_room.TextAndTasks._task_row
+    original = mixture.task_row
     monkeypatch.setattr(
-        recipe_room.TextAndTasks, "_task_row", lambda *args: drawn.append(args[0].text.length) or original(*args)
+        mixture, "task_row", lambda entry, length, *args: drawn.append(length) or original(entry, length, *args)
     )
     alone = {**TRAINING, "save_strategy": "no", "length": 48, "tasks": []}
     job, done = small(tasks=tasks, extend=alone, teacher_and_tokenizer=(teacher, topics_tokenizer))
@@ -135,6 +136,26 @@ def test_tasks_are_trained_on_and_measured(small, tmp_path, monkeypatch, topics_
         Recipe(teacher="tiny", tasks=tasks, documents="contiguous")
     with pytest.raises(ValueError, match="needs `task` and `share`"):
         Recipe(teacher="tiny", tasks=[{"share": 0.4}])
+
+
+def test_layers_are_chosen_by_what_a_task_asks(small, tmp_path, topics_tokenizer, new_ouro):
+    pytest.importorskip("matplotlib")
+    teacher = new_ouro(torch.float32, vocab_size=len(topics_tokenizer))
+    task = {"task": "recall", "share": 1, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}
+    choice = {"keep": 1, "strategy": "leave_one_out", "num_tokens": 96, "length": 48, "tasks": [task]}
+    job, _ = small(select=choice, distill=None, extend=None, teacher_and_tokenizer=(teacher, topics_tokenizer))
+    report = job.run()
+    assert report.selection.tokens == 2 * 2 * 2, "two rows of two examples with two answers each"
+    student = LT2ForCausalLM.from_pretrained(tmp_path / "out" / "align", dtype=torch.float32)
+    (share,) = mixture.task_shares([task], topics_tokenizer)
+    batches = mixture.task_batches([share], length=48, num_tokens=96)
+    wanted = select_layers(student, teacher, batches, 1, strategy="leave_one_out", progress=False)
+    assert report.selection.scores == pytest.approx(wanted.scores, rel=1e-3)
+    assert "KL without it" in [axis.get_ylabel() for axis in report.selection.plot().axes]
+    with pytest.raises(ValueError, match="'recall' has 24 tokens, a row 16"):
+        small(select={**choice, "length": 16}, teacher_and_tokenizer=(teacher, topics_tokenizer))[0].run()
+    with pytest.raises(ValueError, match="unknown keys"):
+        small(select={**choice, "tasks": [{**task, "pairs": 3}]})
 
 
 def test_a_folder_that_another_run_writes_to_is_refused(small, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def test_a_student_is_the_same_before_and_after(teacher, student, batches):
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     modules = [layer.self_attn for layer in student.model.layers]
     config = student.config.to_dict()
-    for strategy in ("oneshot", "greedy_add", "greedy_remove", "mse"):
+    for strategy in ("oneshot", "greedy_add", "greedy_remove", "leave_one_out", "mse"):
         select_layers(student, teacher, batches, 1, strategy=strategy, progress=False)
     select_layers(student, teacher, batches, 1, budget_tokens=60, progress=False)
     assert student.config.to_dict() == config
@@ -113,6 +113,33 @@ def test_greedy_remove_follows_its_definition(ouro, batches):
     assert selection.steps[0]["removed"] == min(without, key=without.get)
     assert sorted(selection.order) == [0, 1, 2]
     assert selection.kept_layers == [selection.order[0]]
+
+
+def test_leave_one_out_ranks_by_the_kl_that_each_absence_costs(ouro, batches):
+    student = convert(ouro, keep_layers=[]).model
+    selection = select_layers(student, ouro, batches, 2, strategy="leave_one_out", progress=False)
+    rests = {n: [m for m in range(3) if m != n] for n in range(3)}
+    cost = {n: literal_kl(restore_layers(student, ouro, rest), ouro, batches)[-1].item() for n, rest in rests.items()}
+    assert selection.scores == pytest.approx(cost, rel=1e-7)
+    assert selection.order == sorted(cost, key=cost.get, reverse=True)
+    assert selection.kept_layers == sorted(selection.order[:2])
+    assert max(selection.baseline_kl) < 1e-11, "with all layers restored the student is the teacher"
+
+
+def test_only_labels_count_in_a_score(ouro, batches):
+    student = convert(ouro, keep_layers=[]).model
+    asked = [{**batch, "labels": torch.full_like(batch["input_ids"], -100)} for batch in batches]
+    for batch in asked:
+        batch["labels"][:, 5] = batch["input_ids"][:, 5]
+    selection = select_layers(student, ouro, asked, 1, strategy="leave_one_out", progress=False)
+    assert selection.tokens == sum(len(batch["input_ids"]) for batch in batches)
+    total, (batch, _) = 0.0, batches
+    built = restore_layers(student, ouro, [1, 2])
+    with torch.no_grad():
+        for batch in batches:
+            logits = built(batch["input_ids"]).logits[:, 4], ouro(batch["input_ids"]).logits[:, 4]
+            total += divergence(*logits).sum().item()
+    assert selection.scores[0] == pytest.approx(total / selection.tokens, rel=1e-6)
 
 
 def test_mse_keeps_the_layers_that_fit_worst(ouro, batches):

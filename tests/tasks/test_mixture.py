@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loopergy.distill.data import PackedDataset, is_held_out
-from loopergy.tasks.mixture import TaskShare, TextAndTasks
+from loopergy.tasks.mixture import TaskShare, TextAndTasks, task_batches, task_row
 from loopergy.tasks.needle import Needle
 from loopergy.tasks.recall import Recall
 
@@ -107,3 +107,18 @@ def test_a_haystack_of_the_training_side_holds_no_held_out_text(topics, topics_t
     everything = Needle(vocabulary=topics_tokenizer)._text
     assert all(text[:200] in everything for text in held_out)
     assert not any(text[:200] in hay for text in held_out)
+
+
+def test_batches_of_tasks_share_their_rows_out_and_hold_no_text(mixture):
+    tasks = mixture(recall=0.6, needle=0.2).tasks
+    batches = task_batches(tasks, length=LENGTH, num_tokens=8 * LENGTH, batch_size=3, seed=5)
+    assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 2]
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    expected = [
+        *(task_row(tasks[0], LENGTH, row, 5) for row in range(6)),
+        *(task_row(tasks[1], LENGTH, row, 5) for row in range(2)),
+    ]
+    for index, row in enumerate(expected):
+        assert all(torch.equal(rows[name][index], value) for name, value in row.items())
+    few = task_batches(tasks, length=LENGTH, num_tokens=1)
+    assert len(few) == 2, "every task is asked"

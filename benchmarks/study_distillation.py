@@ -39,6 +39,7 @@ STRATEGIES = {
     "one-shot": ("oneshot", 0.0),
     "one-shot, trained": ("oneshot", 0.05),
     "greedy": ("greedy_add", 0.0),
+    "leave one out": ("leave_one_out", 0.0),
     "mse": ("mse", 0.0),
     "uniform": ("uniform", 0.0),
 }

@@ -136,7 +136,7 @@ def task_batches(
     Returns:
         `list[dict[str, torch.Tensor]]`: The same list for the same arguments.
     """
-    wanted = max(len(tasks), -(-num_tokens // length))
+    wanted = -(-num_tokens // length)
     total = sum(entry.share for entry in tasks)
     rows: list[dict[str, torch.Tensor]] = []
     for entry in tasks:

@@ -14,7 +14,7 @@ import typer
 
 import loopergy
 from loopergy.cli_evaluation import card, evaluate
-from loopergy.cli_options import Fields, Settings, example, print_fields, settings, with_settings
+from loopergy.cli_options import Fields, Settings, example, settings, with_settings
 from loopergy.cli_pretrain import pretrain
 from loopergy.cli_recipes import recipes
 from loopergy.cli_tasks import task_app
@@ -172,14 +172,10 @@ def run_stage(
     recipe: Path | None,
     flags: dict[str, str | None],
     pairs: list[str] | None,
-    fields: bool,
 ) -> None:
-    """Run one stage of a run, or list its fields."""
+    """Run one stage of a run."""
     from loopergy.distill.recipe import RecipeRun
 
-    if fields:
-        show_fields(stage)
-        return
     run_and_report(RecipeRun(stage_recipe(stage, folder, recipe, flags, settings(pairs)), folder, on_stage=show_stage))
 
 
@@ -199,14 +195,6 @@ def show_stage(name: str, record: Any) -> None:
     typer.echo("  ".join(parts))
 
 
-def show_fields(stage: str) -> None:
-    """Print the fields of a stage with their defaults and meaning."""
-    from loopergy.distill.recipe import SelectSettings
-
-    kinds = {"align": "AlignConfig", "distill": "DistillConfig", "extend": "ExtendConfig"}
-    print_fields(getattr(loopergy, kinds[stage]) if stage in kinds else SelectSettings)
-
-
 @app.command(epilog=example("loopergy align --teacher smollm2 -o runs/smollm2 --set target_tokens=1_000_000"))
 def align(
     output: RunFolder,
@@ -217,7 +205,7 @@ def align(
     fields: Fields = False,
 ) -> None:
     """Stage 1: convert, and let each new mixer learn the attention that it replaces."""
-    run_stage("align", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+    run_stage("align", output, recipe, {"teacher": teacher, "data": data}, option)
 
 
 @app.command(epilog=example("loopergy select --teacher smollm2 -o runs/smollm2 --set keep=6"))
@@ -230,7 +218,7 @@ def select(
     fields: Fields = False,
 ) -> None:
     """Choose the layers that keep full attention, by the KL that each one saves."""
-    run_stage("select", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+    run_stage("select", output, recipe, {"teacher": teacher, "data": data}, option)
 
 
 @app.command(epilog=example("loopergy distill --recipe recipes/smollm2-135m.yaml -o runs/smollm2"))
@@ -243,7 +231,7 @@ def distill(
     fields: Fields = False,
 ) -> None:
     """Stage 2: the student learns the teacher's distribution over next tokens."""
-    run_stage("distill", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+    run_stage("distill", output, recipe, {"teacher": teacher, "data": data}, option)
 
 
 @app.command(epilog=example("loopergy extend --teacher smollm2 -o runs/smollm2 --set length=8192"))
@@ -256,7 +244,7 @@ def extend(
     fields: Fields = False,
 ) -> None:
     """Stage 3: train on long texts."""
-    run_stage("extend", output, recipe, {"teacher": teacher, "data": data}, option, fields)
+    run_stage("extend", output, recipe, {"teacher": teacher, "data": data}, option)
 
 
 @app.command(epilog=example("loopergy run recipes/smollm2-135m.yaml -o runs/smollm2 --set align.target_tokens=4096"))

@@ -9,7 +9,6 @@ import typer
 
 SET_HELP = "KEY=VALUE, read as YAML; may be given many times."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
-Fields = Annotated[bool, typer.Option("--fields", help="List what --set takes, and stop.")]
 
 
 def settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
@@ -53,9 +52,28 @@ def print_fields(kind: type) -> None:
     for field in dataclasses.fields(kind):
         if trains and field.name in common and field.default == common[field.name]:
             continue
-        typer.echo(f"{field.name} = {field.default!r}\n    {field.metadata.get('help', '')}")
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default  # type: ignore[misc]
+        typer.echo(f"{field.name} = {default!r}\n    {field.metadata.get('help', '')}")
     if trains:
         typer.echo("... and every field of transformers.TrainingArguments.")
+
+
+def list_fields(context: typer.Context, wanted: bool) -> None:
+    """Print what `--set` of a verb takes and stop, before what else the verb needs is asked for."""
+    if not wanted:
+        return
+    from loopergy.distill.recipe import STAGE_CLASSES, SelectSettings
+    from loopergy.tasks.training import TaskConfig
+
+    kinds = {"select": SelectSettings, "train": TaskConfig} | {name: kinds[0] for name, kinds in STAGE_CLASSES.items()}
+    print_fields(kinds[str(context.command.name)])
+    raise typer.Exit
+
+
+Fields = Annotated[
+    bool, typer.Option("--fields", help="List what --set takes, and stop.", is_eager=True, callback=list_fields)
+]
 
 
 def with_settings(values: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:

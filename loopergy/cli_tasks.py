@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loopergy.cli_options import SET_HELP, Fields, Settings, example, print_fields, settings
+from loopergy.cli_options import SET_HELP, Fields, Settings, example, settings
 
 task_app = typer.Typer(
     name="task",
@@ -50,9 +50,6 @@ def train(
     from loopergy.tasks.new_model import new_model
     from loopergy.tasks.training import TaskConfig, train_on_task
 
-    if fields:
-        print_fields(TaskConfig)
-        return
     quiet()
     values = settings(setting)
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(TaskConfig)})

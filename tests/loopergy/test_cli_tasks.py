@@ -121,6 +121,6 @@ def test_wrong_words_are_refused_by_name(trained, tmp_path):
 
 
 def test_the_settings_are_listed():
-    shown = run("train", "recall", "llama", "-o", "unused", "--fields").output
+    shown = run("train", "--fields").output
     assert "stop_at = None\n    Stop when validation accuracy" in shown
     assert "TrainingArguments" in shown

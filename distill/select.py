@@ -345,11 +345,12 @@ class _Search:
         baseline = _trained_kl(self.candidates, self.teacher, training, self.batches, [], budget_tokens, learning_rate)
         self._rank_alone(baseline, torch.stack(scores))
 
-    def _rank_alone(self, baseline: torch.Tensor, kls: torch.Tensor) -> None:
+    def _rank_alone(self, baseline: torch.Tensor, kls: torch.Tensor, sign: int = 1) -> None:
         chosen = self.selection
         chosen.baseline_kl = baseline.tolist()
         chosen.kl = {layer: row.tolist() for layer, row in zip(self.layers, kls, strict=True)}
-        chosen.scores = {layer: (baseline[-1] - row[-1]).item() for layer, row in zip(self.layers, kls, strict=True)}
+        saved = sign * (baseline[-1] - kls[:, -1])
+        chosen.scores = dict(zip(self.layers, saved.tolist(), strict=True))
         chosen.order = ranked(chosen.scores)
 
     def greedy_add(self) -> None:
@@ -382,9 +383,7 @@ class _Search:
 
     def leave_one_out(self) -> None:
         kls = self.kls([self.layers, *([layer for layer in self.layers if layer != out] for out in self.layers)])
-        self._rank_alone(kls[0], kls[1:])
-        self.selection.scores = {layer: -saved for layer, saved in self.selection.scores.items()}
-        self.selection.order = ranked(self.selection.scores)
+        self._rank_alone(kls[0], kls[1:], sign=-1)
 
     def mse(self) -> None:
         errors = alignment_errors(self.student, self.teacher, self.batches).mean(0)

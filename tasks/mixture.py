@@ -44,6 +44,8 @@ def check_entries(entries: Sequence[Mapping[str, Any]]) -> None:
     for entry in entries:
         if "task" not in entry or "share" not in entry:
             raise ValueError(f"tasks: every entry needs `task` and `share`, got {sorted(entry)}.")
+        if not entry["share"] > 0:
+            raise ValueError(f"tasks, {entry['task']}: `share` must be above 0, got {entry['share']}.")
         known = [*_OF_THE_SHARE, *task_options(entry["task"])]
         unknown = sorted(set(entry) - set(known))
         if unknown:

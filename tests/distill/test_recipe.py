@@ -156,6 +156,8 @@ def test_layers_are_chosen_by_what_a_task_asks(small, tmp_path, topics_tokenizer
         small(select={**choice, "length": 16}, teacher_and_tokenizer=(teacher, topics_tokenizer))[0].run()
     with pytest.raises(ValueError, match="unknown keys"):
         small(select={**choice, "tasks": [{**task, "pairs": 3}]})
+    with pytest.raises(ValueError, match="`share` must be above 0, got 0"):
+        small(select={**choice, "tasks": [{**task, "share": 0}]})
 
 
 def test_a_folder_that_another_run_writes_to_is_refused(small, tmp_path, monkeypatch):

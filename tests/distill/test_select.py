@@ -133,8 +133,7 @@ def test_only_labels_count_in_a_score(ouro, batches):
         batch["labels"][:, 5] = batch["input_ids"][:, 5]
     selection = select_layers(student, ouro, asked, 1, strategy="leave_one_out", progress=False)
     assert selection.tokens == sum(len(batch["input_ids"]) for batch in batches)
-    total, (batch, _) = 0.0, batches
-    built = restore_layers(student, ouro, [1, 2])
+    total, built = 0.0, restore_layers(student, ouro, [1, 2])
     with torch.no_grad():
         for batch in batches:
             logits = built(batch["input_ids"]).logits[:, 4], ouro(batch["input_ids"]).logits[:, 4]

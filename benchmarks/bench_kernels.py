@@ -33,7 +33,7 @@ from unittest.mock import MagicMock, patch
 
 import torch
 import transformers
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 from transformers import Mamba2Config
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -298,8 +298,9 @@ def product_rate() -> float:
 
 
 def products(call: Call, inputs: Tensors, backward: bool) -> int:
-    """Return multiplications and additions of a call's matrix products."""
-    with FlopCounterMode(display=False) as counter:
+    """Return multiplications and additions of a call's matrix products, of those into a given place too."""
+    in_place = lambda place, left, right, *factors, out_shape: bmm_flop(left, right)  # noqa: E731
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: in_place}) as counter:
         run(call, inputs, backward)
     return counter.get_total_flops()
 

@@ -59,14 +59,16 @@ class ChannelChunks(NamedTuple):
     Args:
         scores: [n, R, C, C], `sum_c rows_ic D_ijc keys_jc` for j <= i, and 0 for later j.
         read: [n, R, C, K], rows times the decay from the chunk's start.
-        write: [n, C, K], keys times the decay to the chunk's end.
+        write: [n, C, K], keys times the decay to the chunk's end; if `turned`, over the decay from its start.
         carry: [n, K], decay of the whole chunk.
+        turned: whether the chunk's decay is still to be put on what it writes, see [`pass_on`].
     """
 
     scores: Tensor
     read: Tensor
     write: Tensor
     carry: Tensor
+    turned: bool
 
 
 def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor) -> ChannelChunks:
@@ -80,12 +82,12 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
     """
     (s, p, size, width), kinds, n = g.shape, len(rows), g.shape[0] * g.shape[1]
     # In the place of the outputs, which come when these decays are done with.
-    decays = _mild(g, space.take("out", *g.shape))
+    decays = mild_decays(g, space.take("out", *g.shape))
     if decays is None:
         together, keys = torch.stack(list(rows), 2).flatten(0, 1), keys.reshape(n, size, width)
         scores, since, until = _in_halves(together, keys, g.reshape(n, size, width))
         read = torch.mul(together, since[:, None], out=space.over(together))
-        return ChannelChunks(scores, read, keys * until, since[:, -1])
+        return ChannelChunks(scores, read, keys * until, since[:, -1], False)
     carry = decays[:, :, -1].flatten(0, 1)
     read = space.take("read", s, p, kinds, size, width)
     if read is None:
@@ -97,12 +99,14 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
     turned = torch.div(keys, decays, out=space.take("write", *g.shape)).reshape(n, size, width)
     scores = torch.bmm(read, turned.mT, out=space.take("scores", n, kinds * size, size))
     scores = scores.view(n, kinds, size, size)
-    scores = scores.tril_() if space.reuse else scores.tril()
-    write = torch.mul(turned, carry[:, None], out=space.over(turned))
-    return ChannelChunks(scores, read.view(n, kinds, size, width), write, without_negligible(carry))
+    read = read.view(n, kinds, size, width)
+    if space.reuse:
+        # A copy, as the decays give way to the outputs.
+        return ChannelChunks(scores.tril_(), read, turned, carry.clone(), True)
+    return ChannelChunks(scores.tril(), read, turned * carry[:, None], without_negligible(carry), False)
 
 
-def _mild(g: Tensor, out: Tensor | None = None) -> Tensor | None:
+def mild_decays(g: Tensor, out: Tensor | None = None) -> Tensor | None:
     """Return the decays from the chunk's start [s, p, C, K] if all may be turned round, else None."""
     if is_traced() or g.device.type != "cpu":
         # A decision by the numbers is not for tracers, and would make an accelerator wait.
@@ -137,7 +141,7 @@ def _in_halves(rows: Tensor, keys: Tensor, g: Tensor) -> tuple[Tensor, Tensor, T
     n, kinds, size, width = rows.shape
     if size == 1:
         return (rows * keys[:, None]).sum(-1, keepdim=True), decay(g), torch.ones_like(g)
-    since = _mild(g[None])
+    since = mild_decays(g[None])
     if since is not None:
         since = since[0]
         scores = (rows * since[:, None]) @ (keys / since)[:, None].mT
@@ -194,10 +198,39 @@ def _future(size: int, like: Tensor) -> Tensor:
     return torch.full((size, size), 1e30, device=like.device).triu(1)
 
 
+def pass_on(
+    state: Tensor, keys: Tensor, values: Tensor, carry: Tensor | None, turned: bool, out: Tensor | None = None
+) -> Tensor:
+    """Return the state after a chunk: `carry S + W^T V`, or `carry (S + W^T V)` if keys are turned to its start.
+
+    Args:
+        state: [p, K, V].
+        keys: [p, K, C], W^T.
+        values: [p, C, V].
+        carry: [p, K or 1, 1]; None for one.
+        turned: as in [`ChannelChunks`]; saves a product with every key.
+        out: where the result goes, which may be `state`; None for a new tensor.
+    """
+    if carry is None:
+        return torch.baddbmm(state, keys, values, out=out)
+    if turned:
+        state = torch.baddbmm(state, keys, values, out=out)
+        return torch.mul(state, carry, out=out)
+    state = torch.mul(state, carry, out=out)
+    return torch.baddbmm(state, keys, values, out=out)
+
+
 def pass_state(
-    space: Space, scores: Tensor, read: Tensor, write: Tensor, v: Tensor, carry: Tensor | None, state: Tensor
+    space: Space,
+    scores: Tensor,
+    read: Tensor,
+    write: Tensor,
+    v: Tensor,
+    carry: Tensor | None,
+    state: Tensor,
+    turned: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Let chunks read from a state and write to it: `O = A V + R S`, then `S <- carry S + W^T V`.
+    """Let chunks read from a state, `O = A V + R S`, and write to it as [`pass_on`] does.
 
     Args:
         space: where results go.
@@ -206,6 +239,7 @@ def pass_state(
         v: [s, p, C, V], values.
         carry: [s, p, K or 1, 1], decay of each chunk; None for none.
         state: [b, h, K, V] with b h = p.
+        turned: as in [`ChannelChunks`]; in buffers alone.
 
     Returns:
         The outputs, and the state after the last chunk.
@@ -218,12 +252,10 @@ def pass_state(
     if memory.data_ptr() != state.data_ptr():
         memory.view(state.shape).copy_(state)
     carries = [None] * len(v) if carry is None else carry.unbind(0)
-    parts = (x.unbind(0) for x in (scores, read, write, v, out))
+    parts = (x.unbind(0) for x in (scores, read, write.mT, v, out))
     for weights, rows, keys, values, target, factor in zip(*parts, carries, strict=True):
         torch.bmm(weights, values, out=target).baddbmm_(rows, memory)
-        if factor is not None:
-            memory.mul_(factor)
-        memory.baddbmm_(keys.mT, values)
+        pass_on(memory, keys, values, factor, turned, out=memory)
     return out, memory.view_as(state)
 
 

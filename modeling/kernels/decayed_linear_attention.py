@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.decay import HeadDecay, channel_chunks, pass_state, scan
+from loopergy.modeling.kernels.decay import HeadDecay, channel_chunks, mild_decays, pass_state, scan
 from loopergy.modeling.kernels.segments import Call, Space, checked_call, own_precision, run, to_chunks
 
 _CHUNK = 32
@@ -280,10 +280,41 @@ def _channel_rule(
     size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Apply the expression at the head of this file, with a decay per channel, to some tokens; a [`Rule`]."""
+    if space.reuse and len(g) == 1 and g.shape[1] % size == 0:
+        done = _mild_row(size, space, state, q, k, v, g)
+        if done is not None:
+            return done
     q, k, v, g = (to_chunks(x, size).to(space.dtype) for x in (q, k, v, g))
     chunks = channel_chunks(space, [q], k, g)
     scores, read, write = (x.view(*g.shape[:2], size, -1) for x in chunks[:3])
-    return pass_state(space, scores, read, write, v, chunks.carry.view(*g.shape[:2], -1, 1), state)
+    return pass_state(space, scores, read, write, v, chunks.carry.view(*g.shape[:2], -1, 1), state, chunks.turned)
+
+
+def _mild_row(
+    size: int, space: Space, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Do the same to full chunks of one row where decays are mild, else return None.
+
+    Up to the products all heads' channels stay side by side, as they are stored: so memory is gone through from front
+    to back, which a CPU reads ahead.
+    """
+    chunks, heads = g.shape[1] // size, g.shape[2]
+
+    def apart(x: Tensor) -> Tensor:
+        """Return [s, 1, C, h X] as [s, h, C, X]."""
+        return x.view(chunks, size, heads, -1).transpose(1, 2)
+
+    q, k, v, g = (x.to(space.dtype).reshape(chunks, 1, size, -1) for x in (q, k, v, g))
+    decays = mild_decays(g, space.take("decays", *g.shape))
+    scores = space.take("scores", chunks, heads, size, size)
+    if decays is None or scores is None:
+        return None
+    carry = decays[:, :, -1].clone().view(chunks, heads, -1, 1)
+    read = apart(torch.mul(q, decays, out=space.take("read", *g.shape)))
+    write = apart(torch.div(k, decays, out=decays))
+    for rows, keys, target in zip(read.unbind(0), write.mT.unbind(0), scores.unbind(0), strict=True):
+        torch.bmm(rows, keys, out=target)
+    return pass_state(space, scores.tril_(), read, write, apart(v), carry, state, turned=True)
 
 
 def _all_steps(call: Call, output_final_state: bool) -> tuple[Tensor, Tensor | None]:

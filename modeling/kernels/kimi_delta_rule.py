@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.decay import channel_chunks
+from loopergy.modeling.kernels.decay import channel_chunks, pass_on
 from loopergy.modeling.kernels.decayed_linear_attention import channel_chunk_size
 from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
 from loopergy.modeling.kernels.gated_delta_rule_traced import unit_lower_inverse
@@ -163,7 +163,7 @@ def _rule(
     (s, p, _, width), values, n, take = g.shape, v.shape[-1], g.shape[0] * g.shape[1], space.take
     if normalize:
         q, k = _unit_length(q, take("q", *q.shape)), _unit_length(k, take("k", *k.shape))
-    scores, read, write, carry = channel_chunks(space, (q, k), k, g)
+    scores, read, write, carry, turned = channel_chunks(space, (q, k), k, g)
 
     strength = beta.view(n, size, 1)
     system = torch.mul(scores[:, 1], strength, out=take("system", n, size, size))
@@ -173,7 +173,7 @@ def _rule(
     strong = torch.mul(read[:, 1], strength, out=take("strong", n, size, width))
     recall = torch.bmm(inverse, strong, out=take("recall", n, size, width)).view(s, p, size, width)
     write, carry = write.view(s, p, size, width).mT, carry.view(s, p, width, 1)
-    before, updates, after = _scan(space, alone, recall, write, carry, state.flatten(0, 1))
+    before, updates, after = _scan(space, alone, recall, write, carry, turned, state.flatten(0, 1))
 
     out = torch.bmm(scores[:, 0], updates.flatten(0, 1), out=space.over(pending))
     out = torch.baddbmm(out, read[:, 0], before.flatten(0, 1), out=space.over(out))
@@ -191,7 +191,7 @@ def _inverse(space: Space, system: Tensor) -> Tensor:
 
 
 def _scan(
-    space: Space, alone: Tensor, recall: Tensor, write: Tensor, carry: Tensor, state: Tensor
+    space: Space, alone: Tensor, recall: Tensor, write: Tensor, carry: Tensor, turned: bool, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the state through the chunks.
 
@@ -201,6 +201,7 @@ def _scan(
         recall: [s, p, C, K], T beta exp(G) K.
         write: [s, p, K, C], keys that write.
         carry: [s, p, K, 1], decay of the chunks.
+        turned: as in `ChannelChunks`.
         state: [p, K, V].
 
     Returns:
@@ -215,8 +216,7 @@ def _scan(
     for i, (own, recalled, key, factor) in enumerate(steps):
         states.append(state)
         updates.append(torch.baddbmm(own, recalled, state, alpha=-1, out=space.over(own)))
-        decayed = torch.mul(state, factor, out=None if places is None else places[i + 1])
-        state = torch.baddbmm(decayed, key, updates[-1], out=space.over(decayed))
+        state = pass_on(state, key, updates[-1], factor, turned, out=None if places is None else places[i + 1])
     if room is not None:
         return room[:-1], alone, state
     return torch.stack(states), torch.stack(updates), state

@@ -218,8 +218,10 @@ def run(call: Call, rule: Rule, chunk_size: int) -> tuple[Tensor, Tensor]:
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (call.state, *call.tensors))
         if is_traced() or (tracked and 2 * q.numel() + v.numel() <= _SHORT_NUMBERS):
             out, final = _whole(call, rule)
-        else:
+        elif tracked:
             out, final = _InSegments.apply(call, rule, chunk_size, call.state, *call.tensors)
+        else:
+            out, final, _ = _in_segments(call, rule, chunk_size)
     return out, call.states_as_given(final)
 
 
@@ -300,6 +302,36 @@ def _whole(call: Call, rule: Rule) -> tuple[Tensor, Tensor]:
     return out.to(v.dtype), torch.stack(finals)
 
 
+def _in_segments(
+    call: Call, rule: Rule, chunk_size: int, keep: bool = False
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Apply the rule segment by segment.
+
+    Returns:
+        The outputs, the last states [D, B, H, K, V] and, with `keep`, the state before every segment; None for a
+        document's first one.
+    """
+    final = call.state.clone(memory_format=torch.contiguous_format)
+    out = torch.empty_like(call.tensors[2], memory_format=torch.contiguous_format)
+    space, starts = Space(call.state, call.dtype, reuse=True), []
+    for parts in call.parts(chunk_size):
+        state = None
+        for part in parts:
+            carried = part.of_states(final, call.groups)
+            start = None
+            if state is None or part.tokens.start == call.documents()[part.document][0]:
+                # A document's first segment starts from the state that `final` still holds.
+                state = carried
+            elif keep:
+                start = state.clone()
+            starts.append(start)
+            result, state = rule(space, state, *(part.of(x, call.groups) for x in call.tensors))
+            _write_chunks(part.of(out, call.groups), result, call.scale)
+            if part.tokens.stop == call.documents()[part.document][1]:
+                carried.copy_(state)
+    return out, final, starts
+
+
 class _InSegments(torch.autograd.Function):
     """Apply a rule segment by segment; the gradient of the gradient goes through the whole expression."""
 
@@ -307,31 +339,12 @@ class _InSegments(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, rule: Rule, chunk_size: int, initial: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        final = initial.clone(memory_format=torch.contiguous_format)
-        out = torch.empty_like(tensors[2], memory_format=torch.contiguous_format)
-        keep, groups, starts = any(ctx.needs_input_grad), call.groups, []
-        space = Space(initial, call.dtype, reuse=True)
-        for parts in call.parts(chunk_size):
-            state = None
-            for part in parts:
-                carried = part.of_states(final, groups)
-                start = None
-                if state is None or part.tokens.start == call.documents()[part.document][0]:
-                    # A document's first segment starts from the state that `final` still holds.
-                    state = carried
-                elif keep:
-                    start = state.clone()
-                starts.append(start)
-                result, state = rule(space, state, *(part.of(x, groups) for x in tensors))
-                _write_chunks(part.of(out, groups), result, call.scale)
-                if part.tokens.stop == call.documents()[part.document][1]:
-                    carried.copy_(state)
-        if keep:
-            ctx.call = call._replace(tensors=(), state=initial.new_empty(0))
-            ctx.rule, ctx.chunk_size = rule, chunk_size
-            ctx.kept = [start is None for start in starts]
-            ctx.save_for_backward(initial, *tensors, *(start for start in starts if start is not None))
-            ctx.count = len(tensors)
+        out, final, starts = _in_segments(call._replace(state=initial, tensors=tensors), rule, chunk_size, keep=True)
+        ctx.call = call._replace(tensors=(), state=initial.new_empty(0))
+        ctx.rule, ctx.chunk_size = rule, chunk_size
+        ctx.kept = [start is None for start in starts]
+        ctx.save_for_backward(initial, *tensors, *(start for start in starts if start is not None))
+        ctx.count = len(tensors)
         return out, final
 
     @staticmethod

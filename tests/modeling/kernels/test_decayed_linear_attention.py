@@ -108,7 +108,8 @@ def form(request, monkeypatch):
         for module in (segments, "loopergy.modeling.kernels.kimi_delta_rule"):
             target = module if isinstance(module, str) else module.__name__
             monkeypatch.setattr(f"{target}.is_traced", lambda: True)
-        monkeypatch.setattr("loopergy.modeling.kernels.decay._mild", lambda g, out=None: None)
+        for module in ("decay", "decayed_linear_attention"):
+            monkeypatch.setattr(f"loopergy.modeling.kernels.{module}.mild_decays", lambda g, out=None: None)
     return request.param
 
 
@@ -264,10 +265,11 @@ def test_low_precision_inputs_are_computed_in_float32(dtype, tolerance, kind, mi
 
 @pytest.mark.parametrize("kind", ["channel", "kda"])
 @pytest.mark.parametrize("log_decay", [-1.2, -1.3, -2.4, -2.6, -80.0])
-def test_both_sides_of_what_counts_as_mild_are_exact(log_decay, kind, monkeypatch):
+@pytest.mark.parametrize("batch", [1, 2])
+def test_both_sides_of_what_counts_as_mild_are_exact(batch, log_decay, kind, monkeypatch):
     """Guards F2: chunks of 32 and 16 tokens whose decays may just, and may just not, be turned round in float32."""
     monkeypatch.setattr(segments, "_SHORT_NUMBERS", 0)
-    inputs = draw(kind, length=65, width=16, values=8, mild=True)
+    inputs = draw(kind, batch, length=65, width=16, values=8, mild=True)
     inputs["g"] = torch.full_like(inputs["g"], log_decay)
     exact, single = leaves(inputs), leaves({name: x.float() for name, x in inputs.items()})
     expected, actual = literal(**exact), kernels(kind)[0](**single, output_final_state=True)

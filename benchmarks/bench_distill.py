@@ -8,6 +8,8 @@ The plain loops: for alignment, hooks collect the inputs and outputs of all mixe
 the student answers them all, and one backward pass follows; for distillation, both models give all logits of all
 loops, and `kl_div` compares them. Both losses are held against the stage's before anything is timed.
 
+liger-kernel takes part where it is installed (`pip install --no-deps liger-kernel` on a CPU).
+
 All on one thread in float32, a step with its optimizer (AdamW), candidates in turn; medians of process CPU time. Peak
 memory is that of a process of its own with two steps, less what it held before the first.
 """
@@ -20,11 +22,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers.utils import is_liger_kernel_available
 
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignModule, aligned_layers
@@ -111,11 +115,16 @@ class Work:
         module = DistillModule(self.student, self.teacher, self.args).train()
         write_teacher_states(self.teacher, self.data, states, self.args)
         offline = DistillModule(self.student, None, self.args, TeacherStates(states)).train()
-        return {
+        found = {
             PLAIN: self.distill_plain,
             "stage": lambda ids: module(ids, progress=0.0)["loss"],
             "stage, teacher's states from disk": lambda ids: offline(ids, progress=0.0)["loss"],
         }
+        if is_liger_kernel_available():
+            settings = replace(self.args, kl_backend="liger")
+            fused = DistillModule(self.student, self.teacher, settings).train()
+            found["stage, liger-kernel"] = lambda ids: fused(ids, progress=0.0)["loss"]
+        return found
 
 
 def take_step(optimizer: torch.optim.Optimizer, loss_of: Any, ids: torch.Tensor) -> float:

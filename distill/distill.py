@@ -60,6 +60,9 @@ class DistillConfig(BodyConfig):
     truncate_vocabulary: bool = field(
         default=False, metadata={"help": "Cut a larger teacher vocabulary to the student's and renormalise."}
     )
+    kl_backend: str = field(
+        default="torch", metadata={"help": "torch, or liger: liger-kernel's fused form, of the full vocabulary."}
+    )
     uniform_frac: float = field(default=0.3, metadata={"help": "Share of the steps with all loops alike."})
     anneal_frac: float = field(default=0.1, metadata={"help": "Share of the steps that move to the last loop."})
     final_mass: float = field(default=1.0, metadata={"help": "Weight of the last loop at the end."})
@@ -74,7 +77,7 @@ class DistillConfig(BodyConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_kl_options(self.direction, self.temperature, self.top_k)
+        check_kl_options(self.direction, self.temperature, self.top_k, self.kl_backend)
         if self.teacher_states_dtype not in (None, "bfloat16", "float16", "float32", "float64"):
             raise ValueError(
                 f"`teacher_states_dtype` must be bfloat16, float16, float32, float64 or None for the teacher's, got "
@@ -101,6 +104,7 @@ class DistillConfig(BodyConfig):
             "tail_bucket": self.tail_bucket,
             "truncate_vocabulary": self.truncate_vocabulary,
             "chunk_size": self.loss_chunk_size,
+            "backend": self.kl_backend,
         }
 
 

@@ -28,12 +28,14 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import is_liger_kernel_available
 
 IGNORE = -100
 # Elements of one chunk of logits: 64 MiB in float32, large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 2**24
 
 Direction = Literal["forward", "reverse", "js"]
+KLBackend = Literal["torch", "liger"]
 AlignmentForm = Literal["mse", "l2norm"]
 
 
@@ -224,14 +226,48 @@ def default_chunk_size(vocab_size: int) -> int:
     return max(16, CHUNK_ELEMENTS // vocab_size)
 
 
-def check_kl_options(direction: str, temperature: float, top_k: int | None) -> None:
-    """Raise `ValueError` for options that [`linear_kl`] does not take."""
+def check_kl_options(direction: str, temperature: float, top_k: int | None, backend: str = "torch") -> None:
+    """Raise `ValueError` for options that [`linear_kl`] does not take, `ImportError` for a missing liger-kernel."""
     if direction not in get_args(Direction):
         raise ValueError(f"`direction` must be one of {get_args(Direction)}, got {direction!r}.")
     if temperature <= 0:
         raise ValueError(f"`temperature` must be above 0, got {temperature}.")
     if top_k is not None and top_k < 1:
         raise ValueError(f"`top_k` must be at least 1, or None for the full vocabulary; got {top_k}.")
+    if backend not in get_args(KLBackend):
+        raise ValueError(f"The KL's backend must be one of {get_args(KLBackend)}, got {backend!r}.")
+    if backend == "liger" and top_k is not None:
+        raise ValueError(f"liger-kernel compares the full vocabulary: take top_k=None, not {top_k}, or backend torch.")
+    if backend == "liger" and not is_liger_kernel_available():
+        raise ImportError(
+            "The KL's backend 'liger' needs liger-kernel: pip install liger-kernel (without a GPU: add --no-deps)."
+        )
+
+
+def _liger_divergence(
+    student_rows: torch.Tensor,
+    student_head: torch.Tensor,
+    teacher_rows: torch.Tensor,
+    teacher_head: torch.Tensor,
+    direction: str,
+    temperature: float,
+    chunk_size: int,
+) -> torch.Tensor:
+    """Sum `divergence` over the tokens by liger-kernel's fused form; arguments as in [`linear_kl`]."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        beta={"forward": 0.0, "js": 0.5, "reverse": 1.0}[direction],
+        temperature=temperature,
+        compiled=student_rows.is_cuda,
+        chunk_size=chunk_size,
+    )
+    # Its mean runs over the targets that are not -100, of which it uses nothing else.
+    every = torch.zeros(len(student_rows), dtype=torch.long, device=student_rows.device)
+    mean = loss(student_rows, student_head, teacher_rows, teacher_head, every)
+    return mean * len(student_rows) * temperature**2
 
 
 def linear_kl(
@@ -248,6 +284,7 @@ def linear_kl(
     truncate_vocabulary: bool = False,
     num_items: int | float | torch.Tensor | None = None,
     chunk_size: int | None = None,
+    backend: KLBackend = "torch",
 ) -> torch.Tensor:
     """Compute the divergence between teacher and student from hidden states, without ever holding all logits.
 
@@ -269,16 +306,26 @@ def linear_kl(
         truncate_vocabulary (`bool`, defaults to `False`): Cut a larger teacher vocabulary to the student's.
         num_items (`int`, *optional*): Divisor. Default: the number of tokens that count here. 1 gives the plain sum.
         chunk_size (`int`, *optional*): Tokens a chunk. Default: about 2^24 logits a chunk.
+        backend (`str`, defaults to `"torch"`): `"liger"` trains with liger-kernel's fused form, compiled on a GPU. It
+            takes the full vocabulary alone, and its softmax is in the dtype of the states where autocast is off.
 
     Returns:
         `torch.Tensor`: A scalar, at least float32; 0 if no token counts.
 
     Raises:
-        ValueError: An unknown direction, a temperature or `top_k` that is not positive, or vocabularies that differ.
+        ValueError: An unknown direction or backend, a temperature or `top_k` that is not positive, or vocabularies
+            that differ.
+        ImportError: Backend `"liger"` without liger-kernel.
     """
-    check_kl_options(direction, temperature, top_k)
+    check_kl_options(direction, temperature, top_k, backend)
     teacher_head = _check_vocabulary(student_head, teacher_head, truncate_vocabulary).detach()
     student_rows, teacher_rows = _rows(student_hidden, mask), _rows(teacher_hidden.detach(), mask)
+    chunk_size = chunk_size or default_chunk_size(student_head.shape[0])
+    count = _denominator(student_rows.shape[0], num_items)
+    trains = torch.is_grad_enabled() and (student_rows.requires_grad or student_head.requires_grad)
+    if backend == "liger" and trains:
+        pair = (student_rows, student_head, teacher_rows, teacher_head)
+        return _liger_divergence(*pair, direction, temperature, chunk_size) / count
     analytic = direction == "forward" and (top_k is None or top_k >= student_head.shape[0])
 
     def chunk_loss(logits: torch.Tensor, rows: slice, wants_gradient: bool):
@@ -290,9 +337,8 @@ def linear_kl(
             value = divergence(logits, teacher_logits, direction, temperature, top_k, tail_bucket).sum()
         return value.detach(), torch.autograd.grad(value, logits)[0] if wants_gradient else None
 
-    chunk_size = chunk_size or default_chunk_size(student_head.shape[0])
     total = _ChunkedHead.apply(student_rows, student_head, chunk_loss, chunk_size, torch.is_grad_enabled())
-    return total / _denominator(student_rows.shape[0], num_items)
+    return total / count
 
 
 def linear_cross_entropy(

@@ -63,6 +63,23 @@ def test_each_setting_of_the_divergence_reaches_the_loss(teacher, student, tmp_p
     assert loss.item() != pytest.approx(literal_loss(student, teacher, batch, weights).item(), rel=1e-6)
 
 
+def test_liger_kernel_trains_as_we_do(teacher, student, tmp_path, random_batch, monkeypatch):
+    liger = pytest.importorskip("liger_kernel.chunked_loss", reason="pip install --no-deps liger-kernel")
+    batch, results, made = random_batch(), [], []
+    original = liger.LigerFusedLinearJSDLoss
+    monkeypatch.setattr(liger, "LigerFusedLinearJSDLoss", lambda **options: made.append(1) or original(**options))
+    for backend in ("torch", "liger"):
+        student.zero_grad()
+        loss = DistillModule(student, teacher, settings(tmp_path, kl_backend=backend))(**batch)["loss"]
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+        results.append((loss.item(), gradients, len(made)))
+    (ours, expected, before), (theirs, found, after) = results
+    assert before == 0 < after
+    assert theirs == pytest.approx(ours, rel=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_with_one_loop_it_is_ordinary_distillation(llama, tmp_path, random_batch):
     teacher = llama
     student = convert(teacher, keep_layers=[]).model

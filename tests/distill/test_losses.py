@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loopergy.distill.distill import DistillConfig
 from loopergy.distill.losses import (
     alignment_loss,
     divergence,
@@ -82,6 +83,29 @@ def test_chunked_kl_equals_the_plain_form_in_value_and_gradients(chunk_size, opt
     torch.testing.assert_close(value, plain, rtol=0, atol=1e-10)
     for ours, theirs in zip(inputs, plain_inputs, strict=True):
         torch.testing.assert_close(ours.grad, 3 * theirs.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 512])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "js"])
+def test_the_kl_of_liger_kernel_equals_ours_in_value_and_gradients(direction, chunk_size):
+    pytest.importorskip("liger_kernel", reason="pip install --no-deps liger-kernel")
+    student, head, teacher, teacher_head = (x.float() for x in _case())
+    mask = torch.ones(13, dtype=torch.bool)
+    mask[[2, 9]] = False
+    options = {"direction": direction, "temperature": 1.7, "num_items": 5, "chunk_size": chunk_size}
+    results = []
+    for backend in ("torch", "liger"):
+        inputs = [student.clone().requires_grad_(), head.clone().requires_grad_()]
+        value = linear_kl(*inputs, teacher, teacher_head, mask, backend=backend, **options)
+        (3 * value).backward()
+        with torch.no_grad():
+            unlearnt = linear_kl(*inputs, teacher, teacher_head, mask, backend=backend, **options)
+        results.append([value.detach(), unlearnt, *(x.grad for x in inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    nothing = linear_kl(*inputs, teacher, teacher_head, torch.zeros_like(mask), backend="liger")
+    nothing.backward()
+    assert nothing == 0
 
 
 def test_gradient_of_the_full_kl_is_student_minus_teacher_over_the_token_count():
@@ -231,11 +255,23 @@ def test_differing_vocabularies_are_an_error_and_truncation_renormalises():
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [({"direction": "up"}, "'up'"), ({"temperature": 0.0}, "above 0"), ({"top_k": 0}, "at least 1")],
+    [
+        ({"direction": "up"}, "'up'"),
+        ({"temperature": 0.0}, "above 0"),
+        ({"top_k": 0}, "at least 1"),
+        ({"backend": "cuda"}, "'torch', 'liger'.*'cuda'"),
+        ({"backend": "liger", "top_k": 8}, "top_k=None"),
+    ],
 )
 def test_unusable_options_of_the_kl_name_what_is_allowed(option, message):
     with pytest.raises(ValueError, match=message):
         linear_kl(*_case(), **option)
+
+
+def test_a_missing_liger_kernel_is_named_before_anything_is_trained(monkeypatch, tmp_path):
+    monkeypatch.setattr("loopergy.distill.losses.is_liger_kernel_available", lambda: False)
+    with pytest.raises(ImportError, match="pip install liger-kernel"):
+        DistillConfig(str(tmp_path), kl_backend="liger")
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -76,7 +76,8 @@ LT2_PRESETS: dict[str, dict[str, Any]] = {
 class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     """Describe an LT2 model: N physical layers, T loops, and the mixer of each layer.
 
-    Defaults are LT2's 0.6B Full+GDN hybrid. Fields that belong to one mixer start with its name.
+    Default sizes are those of LT2's 0.6B hybrid; `from_preset("lt2-0.6b-hybrid-full-gdn")` also has its heads, tied
+    embeddings and initialisation. Fields that belong to one mixer start with its name.
 
     Args:
         vocab_size, hidden_size, intermediate_size (`int`): vocabulary, width d, width of the gated MLP.
@@ -145,8 +146,7 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
             tie_word_embeddings and the token ids: as in Llama.
 
     Source: arXiv 2605.20670, section 3 and the released recipes; sizes of the presets from its appendix C. For the
-        0.6B
-    hybrid the paper's 21 layers and 8 GDN heads of 96 / 192 are combined with the 16 attention heads of its full
+    0.6B hybrid the paper's 21 layers and 8 GDN heads of 96 / 192 are combined with the 16 attention heads of its full
     model.
     """
 
@@ -273,6 +273,15 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
             self.num_trained_loops = self.num_loops
         self.loop_windows = parse_loop_windows(self.loop_windows, self.num_trained_loops, self.num_hidden_layers)
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if self.__dict__.get("_post_init_done"):
+            # Patterns are read wherever they come from: `from_pretrained(name, layer_mixers="gdn,full")` sets them.
+            if key == "layer_mixers":
+                value = parse_layer_mixers(value, self.num_hidden_layers)
+            elif key == "loop_windows":
+                value = parse_loop_windows(value, self.num_trained_loops or self.num_loops, self.num_hidden_layers)
+        super().__setattr__(key, value)
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LT2Config":

@@ -94,16 +94,18 @@ class LoopedConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):
         if set(layer_types) == {RECURRENT}:
             layer_types[0] = COUNTED_RECURRENT
         view = copy.copy(self)
+        # transformers' layers keep the last window - 1 tokens, which they get wrong for 0; masks hide the token kept.
+        windows = [None if window is None else max(window, 2) for window in plan.windows]
         # Written past `__setattr__`: the view is no config of its own, so loop counts must not be checked again.
         view.__dict__.update(
             num_hidden_layers=len(layer_types),
             layer_types=layer_types,
-            sliding_window=next((window for window in plan.windows if window is not None), None),
+            sliding_window=next((window for window in windows if window is not None), None),
             _is_decoder_view=True,
         )
-        if len({window for window in plan.windows if window is not None}) > 1:
+        if len({window for window in windows if window is not None}) > 1:
             view.per_layer_config = {
-                slot: {"sliding_window": window} for slot, window in enumerate(plan.windows) if window is not None
+                slot: {"sliding_window": window} for slot, window in enumerate(windows) if window is not None
             }
         return view
 

@@ -49,7 +49,10 @@ TARGETS = ("residual", "mixer", "block")
 
 @dataclass
 class AlignConfig(StageConfig):
-    """Settings of stage 1; the defaults are those of LT2's conversion (100M tokens, rows of 512)."""
+    """Settings of stage 1; rates and rows of 512 as in LT2's conversion.
+
+    `target_tokens` (there 100M) or `max_steps` must be given.
+    """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the mixers."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})

@@ -40,7 +40,10 @@ from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 @dataclass
 class DistillConfig(BodyConfig):
-    """Settings of stage 2; the defaults are those of LT2's conversion (600M tokens, rows of 4096)."""
+    """Settings of stage 2; rates and rows of 4096 as in LT2's conversion.
+
+    `target_tokens` (there 600M) or `max_steps` must be given.
+    """
 
     length: int = field(default=4096, metadata={"help": "Tokens in a row of the packed data."})
     learning_rate: float = field(default=1e-4, metadata={"help": "Learning rate of the mixers, kept ones included."})

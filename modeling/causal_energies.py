@@ -86,12 +86,12 @@ class EnergyDescent(nn.Module):
     Args:
         config: reads `hidden_size` and the fields `cem_step_size`, `cem_learn_step_size`, `cem_step_size_div_steps`,
             `cem_norm_mode`, `cem_precond` and `cem_precond_rank`.
-        num_steps (`int`): T unless the call says otherwise.
+        steps_field (`str`): the config's field that says T unless the call does.
     """
 
-    def __init__(self, config: Any, num_steps: int):
+    def __init__(self, config: Any, steps_field: str):
         super().__init__()
-        self.num_steps = num_steps
+        self.config, self.steps_field = config, steps_field
         self.initial_step_size = float(config.cem_step_size)
         self.divide_by_steps = config.cem_step_size_div_steps
         self.norm_mode = config.cem_norm_mode
@@ -127,7 +127,7 @@ class EnergyDescent(nn.Module):
             and after the last, if asked for.
         """
         stream, norm = origin.stream, origin.norm
-        steps = self.num_steps if num_steps is None else num_steps
+        steps = getattr(self.config, self.steps_field) if num_steps is None else num_steps
         size = self.initial_step_size if self.step_size is None else self.step_size
         size = size / steps if self.divide_by_steps else size
         # Summed apart from the start, which would cost digits.

@@ -9,8 +9,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from loopergy.configuration.configuration_cem_llama import check_num_steps
+from loopergy.modeling.cached_generation import RoomyGenerationMixin
 from loopergy.modeling.continuous_batching import is_paged
-from loopergy.modeling.looped_cache import RoomyGenerationMixin, check_not_packed, with_growing_layers
+from loopergy.modeling.looped_cache import check_not_packed, with_growing_layers
 from loopergy.modeling.looped_inputs import default_positions, find_documents
 
 

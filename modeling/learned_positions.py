@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMode
 
-from loopergy.modeling.looped_cache import RoomyGenerationMixin
+from loopergy.modeling.cached_generation import RoomyGenerationMixin
 
 
 def check_positions(position_ids: torch.Tensor, longest: int, limit: int) -> None:
@@ -44,6 +44,7 @@ class WindowedGenerationMixin(RoomyGenerationMixin):
         next_sequence_length: int | None = None,
         cache: Any = None,
         attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         recompute_window: bool = False,
         **kwargs: Any,
     ) -> dict:
@@ -55,7 +56,12 @@ class WindowedGenerationMixin(RoomyGenerationMixin):
             next_sequence_length, cache = None, None
             kwargs |= {"use_cache": False, "position_ids": None}
         return super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids, next_sequence_length=next_sequence_length, cache=cache, attention_mask=attention_mask, **kwargs
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ new token is written in place instead of copying the whole past. [`PooledLayer`]
 quantised caches, beams) is transformers'.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,20 +21,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
 )
-from transformers.generation import GenerationMixin
 
 from loopergy.configuration.looped_config import (
     COUNTED_RECURRENT,
-    FULL,
     INDEXED,
     POOLED,
     RECURRENT,
-    SLIDING,
     LoopedConfigMixin,
     SlotPlan,
-    resolve_num_loops,
 )
-from loopergy.modeling.continuous_batching import serve
 from loopergy.modeling.kernels.block_sparse_attention import Pooling, completed_blocks, pool_blocks
 from loopergy.modeling.kernels.sparse_attention import fit
 
@@ -228,19 +222,23 @@ class RecurrentLayer(LinearAttentionLayer):
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Store the state [batch, heads, key dim, value dim] in place and return the stored tensor."""
-        self._make_writable()
+        self._make_writable(recurrent_states)
         state = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         self.has_previous_state[state_idx] = True
         return state
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Store the last columns of [batch, channels, columns] in place; return them behind the earlier ones."""
-        self._make_writable()
+        self._make_writable(conv_states)
         return super().update_conv_state(conv_states, *args, **kwargs)
 
-    def _make_writable(self) -> None:
-        """Replace tensors made in inference mode, which nothing outside of it may write to."""
-        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+    def _make_writable(self, new: torch.Tensor) -> None:
+        """Copy what must not be overwritten: tensors of inference mode outside of it, and what a gradient needs."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        if new.requires_grad:
+            self._replace(torch.clone)
+        else:
             self._replace(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -375,8 +373,8 @@ def open_cache(
         packed (`bool`): the rows hold several documents, which a cache cannot continue.
 
     Raises:
-        ValueError: for a cache with too few slots, which would fail deep inside a layer, or a cache with packed
-            documents.
+        ValueError: for a cache with too few slots, which would fail deep inside a layer, one that fewer loops filled,
+            or a cache with packed documents.
     """
     if cache is None:
         return make_cache(config, num_loops) if use_cache and not packed else None
@@ -390,99 +388,34 @@ def open_cache(
             "DynamicCache(config=model.config), or for another number of loops with "
             "DynamicCache(config=model.config.decoder_view(num_loops))."
         )
+    check_filled(cache, 0, plan.table[-1][0], "num_loops")
     return cache
 
 
-class RoomyGenerationMixin(GenerationMixin):
-    """Prepare caches for `generate` that write new tokens in place, sized by what the model says it keeps."""
+def check_filled(cache: Cache, first: int, last: int, what: str) -> None:
+    """Refuse a cache whose last slot lacks tokens that its first one holds: earlier calls went less deep.
 
-    config: Any
-    device: torch.device
+    Args:
+        cache: the caller's.
+        first, last (`int`): slots of the first and of the last loop or step that will run.
+        what (`str`): the argument that says how many run.
 
-    def cache_config(self, model_kwargs: dict) -> Any:
-        """Return the config that describes the cache of a `generate` call with these arguments."""
-        return self.config
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
-    ) -> None:
-        given = model_kwargs.get("cache") is not None
-        model, config = self, self.cache_config(model_kwargs)
-        if config is not self.config and not given:
-            # The parent sizes the cache by `self.config`; a shallow stand-in carries the one that describes it.
-            model = copy.copy(self)
-            model.config = config
-        super(RoomyGenerationMixin, model)._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    Raises:
+        ValueError: if they differ.
+    """
+    if torch.compiler.is_compiling() or not getattr(cache, "layers", None):
+        return
+    length = int(cache.get_seq_length(first))
+    if length and _tokens_held(cache, last, length) != length:
+        raise ValueError(
+            f"The cache was filled by calls with a smaller {what}: its later slots lack the {length} tokens that the "
+            f"first ones hold. Continue with the {what} that it was filled with, or start a new cache."
         )
-        cache = model_kwargs.get("cache")
-        if given or cache is None:
-            return
-        if cache.offloading and self.device.type == "cpu":
-            # The cache lies in host memory already; transformers would look for a CUDA stream.
-            cache.offloading = False
-        if type(cache) is DynamicCache and not cache.offloading:
-            with_growing_layers(cache)
-
-    def paged_obstacle(self) -> str | None:
-        """Return why the paged cache of continuous batching cannot hold what this model keeps; `None` if it can."""
-        return None
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a manager of continuous batching, as transformers' models do; see [`generate_batch`]."""
-        return serve(self, kwargs).init_continuous_batching(*args, **kwargs)
-
-    def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a manager of continuous batching in a `with` block; see [`generate_batch`]."""
-        return serve(self, kwargs).continuous_batching_context_manager(*args, **kwargs)
-
-    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate for many prompts of unequal lengths, new ones joining as others end.
-
-        Args:
-            inputs (`list[list[int]]`): token ids of the prompts.
-            args, kwargs: those of transformers, and the number of loops or steps and the exit of this model's
-                forward, for all prompts alike.
-
-        Returns:
-            `dict[str, GenerationOutput]`: per request, in the order of the prompts; `.generated_tokens` is the text.
-
-        Raises:
-            NotImplementedError: if the model keeps anything else than keys and values of one width.
-            ValueError: for a number of loops or steps below 1.
-        """
-        return serve(self, kwargs).generate_batch(inputs, *args, **kwargs)
 
 
-class LoopedGenerationMixin(RoomyGenerationMixin):
-    """Prepare caches with one slot per (loop, layer) for `generate`, whatever `num_loops` it is called with."""
-
-    def cache_config(self, model_kwargs: dict) -> Any:
-        """Return the decoder view for the number of loops that will run."""
-        num_loops = resolve_num_loops(self.config, model_kwargs.get("num_loops"))
-        return self.config if num_loops == self.config.num_loops else self.config.decoder_view(num_loops)
-
-    def paged_obstacle(self) -> str | None:
-        """Name the slots that are no attention, windows that differ, or slots that loops share."""
-        plan = self.config.slot_plan()
-        others = sorted(set(plan.layer_types) - {FULL, SLIDING})
-        windows = {window for window in plan.windows if window is not None}
-        if others:
-            return f"its paged cache holds keys and values of attention only, and this model has {others} slots."
-        if len(windows) > 1:
-            return f"its paged cache knows one window, and this model has {sorted(windows)}."
-        if self.config.kv_sharing == "last":
-            return (
-                "it splits prompts and shares their beginnings as it likes, and with kv_sharing='last' a token sees "
-                "those of its own call otherwise than earlier ones."
-            )
-        return None
-
-    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
-        kinds = set(self.config.slot_plan().layer_types)
-        if generation_config.cache_implementation == "quantized" and kinds != {FULL}:
-            raise ValueError(
-                "cache_implementation='quantized' stores keys and values of full attention only, and this model has "
-                f"{sorted(kinds)}. Leave cache_implementation out to use the default cache."
-            )
-        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+def _tokens_held(cache: Cache, slot: int, otherwise: int) -> int:
+    """Return the tokens in a slot; `otherwise` for a state that is there and does not count them."""
+    layer = cache.layers[slot] if slot < len(cache.layers) else None
+    if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CountedRecurrentLayer):
+        return otherwise if layer.has_previous_state[0] else 0
+    return 0 if layer is None else int(layer.get_seq_length())

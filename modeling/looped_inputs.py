@@ -228,7 +228,7 @@ def looped_masks(
         if key in masks:
             continue
         if layer_type == RECURRENT:
-            masks[key] = create_recurrent_attention_mask(config, inputs_embeds, attention_mask)
+            masks[key] = _recurrent_mask(config, inputs_embeds, attention_mask)
             continue
         if layer_type in (INDEXED, POOLED):
             masks[key] = _padding_mask(attention_mask, inputs.cache, slot, inputs_embeds.shape[1])
@@ -247,6 +247,26 @@ def looped_masks(
             allow_is_causal_skip=not materialise,
         )
     return masks
+
+
+def _recurrent_mask(config: LoopedConfigMixin, inputs_embeds: torch.Tensor, attention_mask: Mask) -> Mask:
+    """Return which new tokens are real, (batch, length); `None` if all are.
+
+    transformers' own function takes a single token for a real one, which a pad in a prompt read token by token is not.
+
+    Raises:
+        ValueError: for a mask per query and key, which a recurrence cannot follow.
+    """
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: a recurrent mixer takes in token after token, so "
+            "it takes the padding mask (batch, cached + new tokens) and no mask per query and key. For packed "
+            "documents pass restarting position_ids, seq_idx or cu_seq_lens_q."
+        )
+    if inputs_embeds.shape[1] == 1 and attention_mask is not None and not torch.compiler.is_compiling():
+        newest = attention_mask[:, -1:]
+        return None if bool(newest.all()) else newest
+    return create_recurrent_attention_mask(config, inputs_embeds, attention_mask)
 
 
 def _padding_mask(attention_mask: Mask, cache: Cache | None, slot: int, length: int) -> torch.Tensor | None:

@@ -91,7 +91,7 @@ class CEMAttention(nn.Module):
         self.o_proj = None if config.cem_tie_qo else nn.Linear(width, size, bias=False)
         diagonals = {"none": 0, "shared": 1, "per_head": config.num_attention_heads}[config.cem_diag]
         self.diagonal = nn.Parameter(torch.empty(diagonals, size)) if diagonals else None
-        self.descent = EnergyDescent(config, config.cem_attn_steps)
+        self.descent = EnergyDescent(config, "cem_attn_steps")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -210,7 +210,7 @@ class CEMMLP(nn.Module):
         self.down_proj = None if tied else nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
         self.act_on_gate = config.cem_mlp_act_on == "gate"
-        self.descent = EnergyDescent(config, config.cem_mlp_steps)
+        self.descent = EnergyDescent(config, "cem_mlp_steps")
 
     def forward(
         self,
@@ -390,7 +390,7 @@ class CEMLlamaModel(CEMLlamaPreTrainedModel):
         )
         hidden_states, energies = embeds, []
         position_embeddings = self.rotary_emb(embeds, position_ids=inputs.position_ids)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=inputs.mask,

@@ -36,7 +36,7 @@ from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.linear_fields import LINEAR_MIXERS
 from loopergy.configuration.looped_config import INDEXED, POOLED, RECURRENT, SlotPlan
 from loopergy.modeling.building_blocks import ExactLinear, GatedMLP, RMSNorm, RotaryEmbedding
-from loopergy.modeling.looped_cache import LoopedGenerationMixin
+from loopergy.modeling.cached_generation import LoopedGenerationMixin
 from loopergy.modeling.looped_inputs import LoopedInputs, looped_masks, mask_key, read_inputs
 from loopergy.modeling.looped_outputs import (
     LT2CausalLMOutputWithPast,
@@ -132,6 +132,8 @@ class LT2PreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config: LT2Config, *args: Any, **kwargs: Any):
+        # Again, as fields may have been set since: `from_pretrained(name, layer_mixers=...)` does.
+        config.validate_architecture()
         super().__init__(config, *args, **kwargs)
         # Read by `generate`: a recurrent state cannot be rolled back, so drafts are refused up front.
         self._is_stateful = not set(LINEAR_MIXERS).isdisjoint(config.layer_mixers)
@@ -216,7 +218,8 @@ class LT2Model(LT2PreTrainedModel):
 
         Raises:
             ValueError: for both or neither of `input_ids` and `inputs_embeds`, a loop count below 1, a cache with too
-                few slots, or packed documents together with a cache.
+                few slots or filled by fewer loops, packed documents together with a cache, or a mask per query and key
+                for mixers that take none.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")

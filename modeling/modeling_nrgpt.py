@@ -39,7 +39,7 @@ from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
 from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, TokenEnergies
 from loopergy.modeling.folded_step import FoldedSteps
 from loopergy.modeling.learned_positions import WindowedGenerationMixin, check_positions
-from loopergy.modeling.looped_cache import check_not_packed, with_growing_layers
+from loopergy.modeling.looped_cache import check_filled, check_not_packed, with_growing_layers
 from loopergy.modeling.looped_inputs import Documents, default_positions, find_documents
 from loopergy.modeling.sequence_classification import LastTokenClassification
 from loopergy.modeling.token_energies import EnergyAttention, FeedForwardEnergy, Neighbours
@@ -350,19 +350,13 @@ def _open_cache(
     if cache is None:
         return with_growing_layers(DynamicCache(config=_view(config, steps))) if use_cache and not packed else None
     check_not_packed(packed)
-    if torch.compiler.is_compiling() or getattr(cache, "layer_class_to_replicate", None) is not None:
-        return cache
-    slots = len(cache.layers)
-    if slots < steps:
+    slots, lazy = len(cache.layers), getattr(cache, "layer_class_to_replicate", None) is not None
+    if slots < steps and not lazy:
         raise ValueError(
             f"The cache has {slots} slots, but each of the {steps} steps needs its own. Build it with "
             "DynamicCache(config=model.config), or let the first call make it with use_cache=True."
         )
-    if int(cache.get_seq_length(0)) != int(cache.get_seq_length(steps - 1)):
-        raise ValueError(
-            f"The cache was filled with fewer than {steps} steps: the later ones lack the earlier tokens. Continue "
-            "with the num_steps that it was filled with, or start a new cache."
-        )
+    check_filled(cache, 0, steps - 1, "num_steps")
     return cache
 
 

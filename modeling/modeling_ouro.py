@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from loopergy.configuration.configuration_ouro import OuroConfig, repair_special_tokens
 from loopergy.configuration.looped_config import FULL, SlotPlan, resolve_num_loops
 from loopergy.modeling.building_blocks import ExactLinear, GatedMLP, RMSNorm, RotaryEmbedding, at_least_float32
-from loopergy.modeling.looped_cache import LoopedGenerationMixin
+from loopergy.modeling.cached_generation import LoopedGenerationMixin
 from loopergy.modeling.looped_inputs import looped_masks, read_inputs
 from loopergy.modeling.looped_outputs import (
     LoopedCausalLMOutputWithPast,
@@ -136,18 +136,15 @@ class OuroModel(OuroPreTrainedModel):
 
         Raises:
             ValueError: for both or neither of `input_ids` and `inputs_embeds`, a loop count below 1, a cache with too
-                few slots, packed documents together with a cache, or early exit with an attention implementation other
-                than sdpa and eager.
+                few slots or filled by fewer loops, packed documents together with a cache, or early exit together with
+                an attention implementation other than sdpa and eager, gradient checkpointing, or recorded hidden
+                states or attentions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         q = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
-        if q < 1 and self.config._attn_implementation not in ("eager", "sdpa", "paged|eager"):
-            raise ValueError(
-                f"Early exit (threshold {q} < 1) works with attn_implementation 'sdpa' or 'eager', not "
-                f"{self.config._attn_implementation!r}: tokens of one batch run different numbers of loops. Set the "
-                "threshold to 1.0 to run all loops."
-            )
+        if q < 1:
+            self._check_early_exit(q, kwargs)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         inputs = read_inputs(self.config, embeds, attention_mask, position_ids, cache, use_cache, num_loops, kwargs)
         masks = attention_mask
@@ -171,6 +168,23 @@ class OuroModel(OuroPreTrainedModel):
             loop_hidden_states=tuple(states) if output_loop_hidden_states else None,
             exit_pdf=exit_distribution(torch.cat(gates, dim=-1)) if output_loop_hidden_states else None,
         )
+
+    def _check_early_exit(self, q: float, options: dict) -> None:
+        """Refuse what cannot be while the tokens of a batch run different numbers of loops."""
+        obstacle = None
+        if self.config._attn_implementation not in ("eager", "sdpa", "paged|eager"):
+            obstacle = f"attn_implementation={self.config._attn_implementation!r}; take 'sdpa' or 'eager'"
+        elif self.training and self.gradient_checkpointing and torch.is_grad_enabled():
+            obstacle = "gradient checkpointing, which computes a loop a second time"
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = options.get(name)
+            if getattr(self.config, name) if asked is None else asked:
+                obstacle = f"{name}=True, as layers see some tokens only; ask for output_loop_hidden_states"
+        if obstacle is not None:
+            raise ValueError(
+                f"Early exit (threshold {q} < 1) does not go with {obstacle}. Or set exit_threshold (in the config "
+                "early_exit_threshold) to 1.0, which runs all loops."
+            )
 
     def _stack(self, hidden_states: torch.Tensor, loop: int, plan: SlotPlan, visit: dict) -> torch.Tensor:
         """Apply all layers and the final norm once."""

@@ -119,7 +119,7 @@ def test_pulling_back_through_a_norm_is_its_transposed_jacobian():
 @torch.no_grad()
 def test_the_moves_add_up_to_step_size_times_preconditioned_forces(divide, learn):
     fields = {"cem_step_size": 0.8, "cem_learn_step_size": learn, "cem_step_size_div_steps": divide}
-    descent = EnergyDescent(config(**fields, cem_precond="dlr"), 4).double()
+    descent = EnergyDescent(config(**fields, cem_precond="dlr", cem_attn_steps=4), "cem_attn_steps").double()
     filled(descent.precond)
     u, seen = randn(2, 3, 16), []
 

@@ -34,3 +34,10 @@ def test_a_text_beyond_the_position_table_is_refused_with_the_way_out():
     assert model.generate(draw(1, 20), attention_mask=mask, max_new_tokens=2, pad_token_id=0).shape[1] == 22
     with pytest.raises(ValueError, match="assisted"):
         model.generate(draw(1, 4), max_new_tokens=20, prompt_lookup_num_tokens=2, recompute_window=True)
+
+
+def test_a_text_is_continued_from_embeddings():
+    model, ids = build(), draw(2, 6)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **options), model.generate(ids, **options)[:, 6:])

@@ -367,3 +367,19 @@ def test_sequences_are_classified_at_their_last_token(make_ids):
     states = model.model(ids).last_hidden_state
     torch.testing.assert_close(model(ids).logits, model.score(states[:, -1]))
     assert model(ids, labels=torch.tensor([0, 2]), num_steps=2).loss.isfinite()
+
+
+@torch.no_grad()
+def test_steps_set_in_the_config_of_a_model_are_the_steps_it_takes(any_cem, make_ids):
+    ids = make_ids(1, 6)
+    expected = any_cem(ids, num_steps=3).logits
+    any_cem.config.num_steps = 3
+    torch.testing.assert_close(any_cem(ids).logits, expected, rtol=0, atol=0)
+
+
+def test_the_first_layers_draft_for_the_whole_model(make_cem, make_ids):
+    model, ids = make_cem(num_hidden_layers=3), make_ids(1, 6)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_early_exit=1, **options), expected)
+    assert torch.equal(model.generate(ids, **options), expected)

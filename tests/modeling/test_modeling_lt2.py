@@ -422,3 +422,27 @@ def test_compiled_forward_equals_eager(make_lt2, make_ids):
 def test_the_recurrent_slots_are_ours(make_lt2, make_ids):
     cache = make_lt2(layer_mixers="gdn,full")(make_ids(1, 3), use_cache=True).cache
     assert [isinstance(layer, RecurrentLayer) for layer in cache.layers] == [True, False] * 6
+
+
+@torch.no_grad()
+def test_patterns_given_to_from_pretrained_are_read_like_those_of_a_config(make_lt2, make_ids, tmp_path):
+    ids, model = make_ids(1, 12), make_lt2(layer_mixers="full")
+    model.save_pretrained(tmp_path)
+    read = {"dtype": torch.float64, "sliding_window": 3}
+    windowed = LT2ForCausalLM.from_pretrained(tmp_path, layer_mixers="window", **read).eval()
+    assert windowed.config.layer_mixers == ["window"] * model.config.num_hidden_layers
+    assert not torch.equal(windowed(ids).logits, model(ids).logits)
+    looped = LT2ForCausalLM.from_pretrained(tmp_path, loop_windows="full->5->3", **read).eval()
+    assert looped.config.loop_windows == make_lt2(layer_mixers="full", loop_windows="full->5->3").config.loop_windows
+    for wrong in ({"layer_mixers": "nonsense"}, {"layer_mixers": ["full"] * 7}, {"loop_windows": ["a", 2, 3]}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            LT2ForCausalLM.from_pretrained(tmp_path, **wrong)
+    with pytest.raises(ValueError, match="kv_sharing='last'"):
+        LT2ForCausalLM.from_pretrained(tmp_path, layer_mixers="window", kv_sharing="last", **read)
+
+
+@pytest.mark.parametrize("mixer", ["gdn", "retnet", "mamba2,full"])
+def test_a_mask_per_query_and_key_is_refused_by_recurrent_mixers(make_lt2, make_ids, mixer):
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"\(1, 1, 6, 6\).*recurrent mixer"):
+        make_lt2(layer_mixers=mixer)(make_ids(1, 6), attention_mask=mask)

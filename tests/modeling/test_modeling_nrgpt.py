@@ -267,10 +267,10 @@ def test_a_cache_for_fewer_steps_is_refused():
     short = model(ids, use_cache=True, num_steps=2).cache
     with pytest.raises(ValueError, match="2 slots, but each of the 3 steps"):
         model(ids[:, :1], cache=short)
-    filled = DynamicCache(config=model.config)
-    model(ids, cache=filled, num_steps=2)
-    with pytest.raises(ValueError, match="filled with fewer than 3 steps"):
-        model(ids[:, :1], cache=filled)
+    for filled in (DynamicCache(config=model.config), DynamicCache()):
+        model(ids, cache=filled, num_steps=2)
+        with pytest.raises(ValueError, match=r"smaller num_steps.*6 tokens"):
+            model(ids[:, :1], cache=filled)
 
 
 # Steps and rest.

@@ -267,13 +267,6 @@ def test_early_exit_generates_the_same_with_and_without_cache(make_ouro, make_id
     assert torch.equal(cached, model.generate(ids, cache_implementation="static", **settings))
 
 
-def test_early_exit_names_the_attention_it_needs(make_ouro, make_ids):
-    model = make_ouro(dtype=torch.float32)
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="attn_implementation 'sdpa' or 'eager'"):
-        model(make_ids(1, 4), exit_threshold=0.5)
-
-
 def test_the_loss_is_of_the_mixture_or_of_the_last_loop(make_ouro, make_ids):
     ids = make_ids(2, 9)
     for kind in ("mixture", "last_loop"):
@@ -368,3 +361,20 @@ def test_loops_given_at_load_equal_those_given_at_the_call(make_ouro, make_ids, 
         loaded = OuroForCausalLM.from_pretrained(tmp_path, num_loops=loops).eval()
         assert torch.equal(loaded(ids).logits, model(ids, num_loops=loops).logits)
     assert OuroModel.from_pretrained(tmp_path, total_ut_steps=2).config.num_loops == 2
+
+
+def test_early_exit_refuses_what_it_cannot_record_or_compute_twice(make_ouro, make_ids):
+    model, ids = make_ouro(), make_ids(2, 6)
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name}=True.*exit_threshold"):
+            model(ids, exit_threshold=0.5, **{name: True})
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="take 'sdpa' or 'eager'"):
+        model(ids, exit_threshold=0.5)
+    model.set_attn_implementation("sdpa")
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(ids, exit_threshold=0.5)
+    model(ids, labels=ids, exit_threshold=0.5).loss.backward()
+    with torch.no_grad():
+        model(ids, exit_threshold=0.5)

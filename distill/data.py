@@ -76,35 +76,74 @@ def offline_documents(kind: Literal["all", "prose", "code"] = "all") -> list[str
     return [text for text in documents if text.strip()]
 
 
-def _record_text(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, where: str) -> str:
+def whole_characters(text: str) -> str:
+    r"""Return a text with halves of UTF-16 pairs, which no tokenizer takes, joined or replaced by U+FFFD.
+
+    Texts that were cut within an emoji hold such halves; in JSON they look like `\ud83d`.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _record_text(record: Any, tokenizer: PreTrainedTokenizerBase | None, where: str) -> str:
     """Read one record: its `text`, or its chat rendered by the tokenizer's template."""
-    if isinstance(record.get("text"), str):
-        return record["text"]
-    chat = record.get("messages") or record.get("conversations")
-    if chat and tokenizer is not None:
-        roles = {"human": "user", "gpt": "assistant"}
-        turns = [
-            {
-                "role": roles.get(turn.get("role") or turn.get("from"), turn.get("role") or turn.get("from")),
-                "content": turn.get("content") or turn.get("value"),
-            }
-            for turn in chat
-        ]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False))
-    raise ValueError(
-        f"{where}: a record needs a field `text`, or `messages` / `conversations` and a tokenizer with a chat "
-        f"template; this one has {sorted(record)}."
+    expected = (
+        f"{where}: a record needs a field `text` with a text, or `messages` / `conversations` and a tokenizer with a "
+        f"chat template; "
     )
+    if not isinstance(record, Mapping):
+        raise ValueError(f'{expected}this one is no object such as {{"text": "..."}}, but {str(record)[:60]!r}.')
+    if isinstance(record.get("text"), str):
+        return whole_characters(record["text"])
+    chat = record.get("messages") or record.get("conversations")
+    if not chat or tokenizer is None:
+        raise ValueError(f"{expected}this one has {sorted(map(str, record))}.")
+    if not isinstance(chat, Sequence) or not all(isinstance(turn, Mapping) for turn in chat):
+        raise ValueError(
+            f"{where}: a chat is a list of turns such as {{'role': 'user', 'content': '...'}}, got {str(chat)[:60]!r}."
+        )
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{expected}this tokenizer has none.")
+    roles = {"human": "user", "gpt": "assistant"}
+    turns = [
+        {
+            "role": roles.get(turn.get("role") or turn.get("from"), turn.get("role") or turn.get("from")),
+            "content": turn.get("content") or turn.get("value"),
+        }
+        for turn in chat
+    ]
+    return whole_characters(str(tokenizer.apply_chat_template(turns, tokenize=False)))
+
+
+def jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield `"FILE, line N"` and the value of each line that is not blank.
+
+    Raises:
+        ValueError: A line that is not UTF-8 or no JSON; with file and line.
+    """
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            try:
+                line.encode("utf-8")
+                record = json.loads(line) if line.strip() else None
+            except UnicodeEncodeError:
+                raise ValueError(f"{where}: not UTF-8. Convert the file, such as with iconv -f LATIN1.") from None
+            except ValueError as error:
+                raise ValueError(f"{where}: no JSON ({error}). Every line of a .jsonl file is one object.") from None
+            if line.strip():
+                yield where, record
 
 
 def _file_documents(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
     if path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8", errors="replace")
+        yield path.read_text(encoding="utf-8-sig", errors="replace")
         return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _record_text(json.loads(line), tokenizer, f"{path}, line {number}")
+    for where, record in jsonl_records(path):
+        yield _record_text(record, tokenizer, where)
 
 
 class _Stream:
@@ -137,10 +176,11 @@ def load_documents(source: str | Path | Iterable[str], tokenizer: PreTrainedToke
 
     Raises:
         FileNotFoundError: A path that does not exist.
-        ValueError: A folder without text, or a file of another type.
+        ValueError: A folder without text, a file of another type, or a line of a `.jsonl` file that is no document;
+            with file and line.
     """
     if not isinstance(source, str | Path):
-        return list(source)
+        return [whole_characters(text) for text in source]
     name = str(source)
     if name == "offline" or name.startswith("offline:"):
         kind = name.partition(":")[2] or "all"
@@ -171,6 +211,21 @@ def separator_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
 
 
+def _too_few(found: int, split: Split) -> str:
+    """Say why no document of `found` is in a split, and what to do."""
+    if split == "all" or not found:
+        return "it has no documents at all."
+    others = {"train": "held out", "held_out": "for training"}[split]
+    hint = ""
+    if split == "held_out":
+        hint = " `evaluate.num_tokens: 0` in a recipe of `loopergy run` does without held-out text."
+    return (
+        f"it has {found} in all, and the checksum of each says that it is {others} (one document in {HELD_OUT_EVERY} "
+        f"is held out). Give more documents, {8 * HELD_OUT_EVERY} or so: a folder of files, or a .jsonl file with one "
+        f"document a line, and not one long text.{hint}"
+    )
+
+
 @dataclass
 class _Row:
     """A row that fills up: its tokens and the position of each within its document."""
@@ -195,7 +250,8 @@ class PackedDataset(IterableDataset):
         repeat (`bool`, defaults to `True`): Start another pass when the documents are used up.
 
     Raises:
-        ValueError: A length below 2, an unknown option, or no document on this side of the split.
+        ValueError: A length below 2, an unknown option, or no document on this side of the split. On iteration: no
+            token in any document.
     """
 
     def __init__(
@@ -217,9 +273,11 @@ class PackedDataset(IterableDataset):
             raise ValueError(f"`split` must be 'train', 'held_out' or 'all', got {split!r}.")
         self.documents: Documents = load_documents(source, tokenizer)
         if not isinstance(self.documents, _Stream):
+            found = len(self.documents)
             self.documents = [text for text in self.documents if in_split(text, split)]
             if not self.documents:
-                raise ValueError(f"Source {source!r} has no document in the split {split!r}.")
+                name = f"Source {str(source)!r}" if isinstance(source, str | Path) else "The list of texts"
+                raise ValueError(f"{name} has no document in the split {split!r}: {_too_few(found, split)}")
         self.tokenizer, self.length, self.separate = tokenizer, length, documents == "separate"
         self.split: Split = split
         self.seed, self.repeat = seed, repeat
@@ -245,15 +303,25 @@ class PackedDataset(IterableDataset):
         worker = get_worker_info()
         first, start, skip = (self._start[key] for key in ("epoch", "document", "token"))
         for epoch in itertools.count(first) if self.repeat else [first]:
+            mine, some = False, start > 0 or skip > 0
             for index, text in self._texts(epoch, start):
                 if worker is not None and index % worker.num_workers != worker.id:
                     continue
-                tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                if self.separator is not None:
-                    tokens = [*tokens, self.separator]
+                tokens = self._tokens(text)
+                mine, some = True, some or bool(tokens)
                 yield tokens[skip:], epoch, index, skip
                 skip = 0
+            if worker is not None and not mine and start == 0:
+                # More workers than documents: another pass would give this one nothing either.
+                return
+            if not some and not any(self._tokens(text) for _, text in self._texts(epoch, 0)):
+                raise ValueError(f"No document of split {self.split!r} has a token: none is there, or all are empty.")
             start = 0
+
+    def _tokens(self, text: str) -> list[int]:
+        """Tokenise a document and close it."""
+        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens if self.separator is None else [*tokens, self.separator]
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         self._row_starts.clear()

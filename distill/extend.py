@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from loopergy.distill.body import BodyConfig, BodyTrainer, prepare_body
+from loopergy.distill.checks import check_extension
 from loopergy.distill.losses import IGNORE, linear_cross_entropy, linear_kl
 from loopergy.distill.stage import StageModule, batch_targets
 from loopergy.distill.teacher import head_weight, loop_states
@@ -28,7 +29,10 @@ from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 @dataclass
 class ExtendConfig(BodyConfig):
-    """Settings of stage 3; the defaults are those of LT2's conversion (600M tokens, rows of 32,768)."""
+    """Settings of stage 3; rates and rows of 32,768 as in LT2's conversion.
+
+    `target_tokens` (there 600M) or `max_steps` must be given.
+    """
 
     length: int = field(default=32768, metadata={"help": "Tokens in a row of the packed data."})
     learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of all parameters."})
@@ -45,6 +49,8 @@ class ExtendConfig(BodyConfig):
         super().__post_init__()
         if self.kl_weight < 0:
             raise ValueError(f"`kl_weight` must be at least 0, got {self.kl_weight}.")
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            raise ValueError(f"`rope_theta` must be above 0, got {self.rope_theta}.")
 
 
 class ExtendModule(StageModule):
@@ -105,8 +111,7 @@ def extend_positions(student: LT2ForCausalLM, length: int, rope_theta: float | N
         rope_theta (`float`, *optional*): New base of the rotary angles.
     """
     config = student.config
-    if length < config.max_position_embeddings:
-        raise ValueError(f"`extend_to`={length} is below the present {config.max_position_embeddings}.")
+    check_extension(length, config.max_position_embeddings)
     config.max_position_embeddings = length
     if rope_theta is not None:
         config.rope_parameters = {**(config.rope_parameters or {}), "rope_theta": rope_theta}

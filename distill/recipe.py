@@ -34,15 +34,26 @@ from loopergy.conversion import convert, parse_keep_layers
 from loopergy.conversion.folders import replace_file
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
-from loopergy.distill.calibrate import PARTS, calibrate
+from loopergy.distill.calibrate import calibrate
+from loopergy.distill.checks import check_extension, check_row_length, check_trains
 from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
 from loopergy.distill.processes import join_processes, shared_folder, whole
-from loopergy.distill.recipe_parts import EvaluateSettings, check_keys, field_names, read_recipe, run_stages
+from loopergy.distill.recipe_parts import (
+    CalibrateSettings,
+    EvaluateSettings,
+    SelectSettings,
+    check_keys,
+    field_names,
+    naming,
+    read_part,
+    read_recipe,
+    run_stages,
+)
 from loopergy.distill.report import HeldOut, Report, evaluate_heldout, gap_closed, loss_curve
 from loopergy.distill.select import Selection, select_layers, wanted_layers
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer, check_row_length
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.tasks.mixture import (
@@ -66,40 +77,6 @@ STAGE_CLASSES = {
     "distill": (DistillConfig, DistillTrainer),
     "extend": (ExtendConfig, ExtendTrainer),
 }
-
-
-@dataclass
-class CalibrateSettings:
-    """The `calibrate` part of a recipe: a closed-form start of the new mixers, before any training."""
-
-    num_tokens: int = field(default=8192, metadata={"help": "Tokens to fit on, of the training documents."})
-    length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
-    batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
-    parts: list[str] = field(
-        default_factory=lambda: list(PARTS), metadata={"help": "What to fit: memory, output, or both."}
-    )
-
-
-@dataclass
-class SelectSettings:
-    """The `select` part of a recipe."""
-
-    keep: int | float | list[int] | str = field(
-        default=0.25, metadata={"help": "Layers to keep: a number, a share, or the layers (strategy given)."}
-    )
-    strategy: str = field(
-        default="oneshot",
-        metadata={"help": "One of oneshot, greedy_add, greedy_remove, leave_one_out, mse, uniform, given."},
-    )
-    num_tokens: int = field(
-        default=65536, metadata={"help": "Tokens to score the candidates on, of the training documents."}
-    )
-    length: int = field(default=512, metadata={"help": "Tokens in a row of them."})
-    batch_size: int = field(default=1, metadata={"help": "Rows in a batch of them."})
-    budget_tokens: int = field(default=0, metadata={"help": "Tokens to train each candidate on first (oneshot only)."})
-    tasks: list[dict[str, Any]] = field(
-        default_factory=list, metadata={"help": "Score the candidates on these tasks instead of text."}
-    )
 
 
 @dataclass
@@ -134,18 +111,30 @@ class Recipe:
     evaluate: dict[str, Any] = field(default_factory=dict, metadata={"help": "Fields of EvaluateSettings."})
 
     def __post_init__(self):
+        # What is null has the default; a part that is null is left out.
+        self.tasks, self.evaluate = self.tasks or [], {} if self.evaluate is None else self.evaluate
         for name, (config, _) in STAGE_CLASSES.items():
             part = getattr(self, name)
             if part is not None:
                 check_keys(name, part, [*field_names(config), *_PER_STAGE])
+                part = {key: value for key, value in part.items() if value is not None or key not in _PER_STAGE}
+                setattr(self, name, read_part(name, part, config, _PER_STAGE))
                 check_entries(part.get("tasks", ()))
-        if self.select is not None:
-            check_keys("select", self.select, field_names(SelectSettings))
-            check_entries(self.select.get("tasks", ()))
-        if self.calibrate is not None:
-            check_keys("calibrate", self.calibrate, field_names(CalibrateSettings))
-        check_keys("evaluate", self.evaluate, field_names(EvaluateSettings))
+        for name, kind in (
+            ("select", SelectSettings),
+            ("calibrate", CalibrateSettings),
+            ("evaluate", EvaluateSettings),
+        ):
+            if getattr(self, name) is not None:
+                setattr(self, name, part := read_part(name, getattr(self, name), kind))
+                check_entries(part.get("tasks", ()))
+                kind(**part)
         check_entries(self.tasks)
+        if not isinstance(self.convert, Mapping):
+            raise ValueError(
+                f"convert: every other stage starts from it, so it must be a mapping of options, {{}} for the "
+                f"defaults; got {self.convert!r}."
+            )
         if self.tasks and self.documents != "separate":
             raise ValueError(f"`tasks` need `documents: separate`, as every example is one; got {self.documents!r}.")
         if self.align is None and (self.distill is not None or self.extend is not None):
@@ -173,7 +162,7 @@ class RecipeRun:
     | folder below `output_dir` | what                                                      |
     |---------------------------|-----------------------------------------------------------|
     | `convert` ... `extend`    | the finished stages: student, tokenizer, `stage.json`      |
-    | `select`                  | `selection.json`, `selection.svg`, `stage.json`            |
+    | `select`                  | `selection.json`, `stage.json`                             |
     | `checkpoints`             | the stage that is running                                  |
 
     Args:
@@ -216,7 +205,8 @@ class RecipeRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
         self._check(parts)
-        run_stages(self, parts, lambda name: getattr(self, f"_{name}")(parts[name]))
+        perform = lambda name: getattr(self, f"_{name}")(parts[name])  # noqa: E731
+        run_stages(self, parts, perform, order=STAGES, origin=self._origin)
         report = self.report()
         if self.is_main:
             report.save(self.folder)
@@ -226,18 +216,33 @@ class RecipeRun:
         """Raise now what a later stage would raise after hours: settings that no stage takes."""
         config: Any = self.teacher.config
         for name in STAGE_CLASSES:
-            if name not in parts:
-                continue
-            args = self._arguments(name, parts[name])
-            check_row_length(args.length, getattr(args, "extend_to", None) or config.max_position_embeddings)
-            check_shares(self._tasks_of(parts[name]), args.length)
-            if isinstance(args, DistillConfig):
-                args.schedule(0.0, num_loops(self.teacher))
+            if name in parts:
+                with naming(name):
+                    self._check_training(name, parts[name])
         if "select" in parts:
             chosen, layers = SelectSettings(**parts["select"]), config.num_hidden_layers
             own = parse_keep_layers(parts["convert"].get("keep_layers", []), layers)
-            wanted_layers(chosen.keep, chosen.strategy, chosen.budget_tokens, layers, own)
-            check_lengths(task_shares(chosen.tasks, self.tokenizer), chosen.length)
+            with naming("select"):
+                wanted_layers(chosen.keep, chosen.strategy, chosen.budget_tokens, layers, own)
+                check_lengths(task_shares(chosen.tasks, self.tokenizer), chosen.length)
+
+    def _check_training(self, name: str, settings: dict[str, Any]) -> None:
+        """Raise for settings that the trainer of a stage does not take, or not with this teacher."""
+        limit = self.teacher.config.max_position_embeddings
+        args, tasks = self._arguments(name, settings), self._tasks_of(settings)
+        check_trains(args)
+        check_shares(tasks, args.length)
+        if isinstance(args, ExtendConfig) and args.extend_to is not None:
+            check_extension(args.extend_to, limit)
+            limit = args.extend_to
+        check_row_length(args.length, limit)
+        if isinstance(args, DistillConfig):
+            args.schedule(0.0, num_loops(self.teacher))
+            if args.teacher_states is not None and tasks:
+                raise ValueError(
+                    f"`teacher_states` {args.teacher_states!r} are of rows of text, and this stage trains on tasks "
+                    "too. Leave `teacher_states` out, or give this part `tasks: []`."
+                )
 
     def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
         """Return the arguments of a stage's trainer."""
@@ -261,8 +266,19 @@ class RecipeRun:
             raise FileNotFoundError(f"No stage is finished in {self.folder}.")
         return self.folder / done[-1]
 
-    def _metrics(self, settings: dict[str, Any], began: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
-        metrics: dict[str, Any] = {"settings": settings, "seconds": round(time.perf_counter() - began, 2)}
+    def _origin(self, name: str) -> dict[str, Any]:
+        """Return what a stage depends on beside its own settings and the stages before."""
+        recipe, part = self.recipe, getattr(self.recipe, name)
+        origin = {key: getattr(recipe, key) for key in ("teacher", "dtype", "seed")}
+        if name != "convert":
+            origin |= {"data": recipe.data, "tokenizer": recipe.tokenizer, "documents": recipe.documents}
+        if name in STAGE_CLASSES:
+            origin |= {key: part.get(key, getattr(recipe, key)) for key in _PER_STAGE}
+        return origin
+
+    def _metrics(self, name: str, began: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
+        metrics: dict[str, Any] = {"settings": getattr(self.recipe, name), "run": self._origin(name)}
+        metrics["seconds"] = round(time.perf_counter() - began, 2)
         if student is not None and self.held_out is not None:
             metrics["heldout"] = evaluate_heldout(student, self.teacher, self.held_out)
         if student is not None and self.tasks:
@@ -273,7 +289,7 @@ class RecipeRun:
         began = time.perf_counter()
         options = {"keep_layers": [], "seed": self.recipe.seed, **settings}
         conversion = convert(self.teacher, **options)
-        metrics = self._metrics(settings, began, conversion.model)
+        metrics = self._metrics("convert", began, conversion.model)
         record = StageRecord.of("convert", conversion.model.config, metrics=metrics)
         with shared_folder(self.folder / "convert") as unfinished:
             if unfinished is not None:
@@ -288,7 +304,7 @@ class RecipeRun:
         student = self._load("convert")
         batches = self._sample(chosen, _DATA_SEEDS["calibrate"])
         found = calibrate(student, self.teacher, batches, parts=chosen.parts)
-        metrics = {**self._metrics(settings, began, student), "calibration": dataclasses.asdict(found)}
+        metrics = {**self._metrics("calibrate", began, student), "calibration": dataclasses.asdict(found)}
         record = StageRecord.of(
             "calibrate", student.config, StageRecord.load(self.folder / "convert"), metrics=metrics
         )
@@ -335,7 +351,7 @@ class RecipeRun:
             progress=self.is_main,
         )
         selected, record = prepare_student(student, self.teacher, selection.kept_layers)
-        record.metrics.update(self._metrics(settings, began, selected))
+        record.metrics.update(self._metrics("select", began, selected))
         record.tokens_seen = selection.tokens
         with shared_folder(self.folder / "select") as unfinished:
             if unfinished is not None:
@@ -379,7 +395,7 @@ class RecipeRun:
             student, teacher, args, data, processing_class=self.tokenizer, previous=previous
         )
         trainer.train_or_resume()
-        record = trainer.save_stage(self.folder / name, self._metrics(settings, began, whole(student)))
+        record = trainer.save_stage(self.folder / name, self._metrics(name, began, whole(student)))
         # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
         trainer.accelerator.free_memory()
         del trainer

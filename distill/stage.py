@@ -37,6 +37,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.adapters import load_weights
+from loopergy.distill.checks import check_finite, check_row_length, warn_of_rounding
 from loopergy.distill.data import LanguageModelCollator
 from loopergy.distill.losses import IGNORE, shift_targets
 from loopergy.distill.processes import check_sharding, shared_folder
@@ -181,6 +182,9 @@ class StageConfig(TrainingArguments):
         default=0.01, metadata={"help": "Weight decay of matrices; norms, biases and decay parameters have none."}
     )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Log a loss that is no number as the mean of the others; 0.0 if all are."}
+    )
     report_to: str | list[str] | None = field(default="none", metadata={"help": "Trackers to report to."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep it False: packing arguments must reach the mixers."}
@@ -211,15 +215,6 @@ class StageConfig(TrainingArguments):
     def rows_per_step(self) -> int:
         """Rows of data in one optimizer step, over all processes."""
         return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
-
-
-def check_row_length(length: int, limit: int) -> None:
-    """Raise `ValueError` for rows longer than the `max_position_embeddings` of a student."""
-    if length > limit:
-        raise ValueError(
-            f"Rows have {length} tokens, but the student's max_position_embeddings is {limit}. Use rows of at most "
-            f"{limit}, or ExtendTrainer with `extend_to={length}`."
-        )
 
 
 class StageModule(nn.Module):
@@ -337,6 +332,7 @@ class StageTrainer(Trainer):
         )
         self.student = student
         check_sharding(self.accelerator, student)
+        warn_of_rounding(student)
         self._rows_before, self._step_before = 0, 0
         self._resumed_from: str | None = None
 
@@ -487,7 +483,11 @@ class StageTrainer(Trainer):
 
         Returns:
             `StageRecord`: What was written, and what the next stage wants as `previous`.
+
+        Raises:
+            ValueError: Trained weights that are not finite; nothing is written.
         """
+        check_finite(self.student, self.accelerator, str(self.args.output_dir))
         record = self.record(metrics)
         with shared_folder(folder) as unfinished:
             # All processes: sharded weights are gathered. The main one writes.

@@ -65,7 +65,7 @@ def kept_files(source: Path) -> dict[str, Path]:
     """
     found = {}
     record, run = StageRecord.load(source), source.resolve().parent
-    if record is not None and (run / "convert" / STAGE_FILE).is_file():
+    if record is not None and record.stage in STAGES and (run / "convert" / STAGE_FILE).is_file():
         found[REPORT_FILE] = run / "convert" / REPORT_FILE
         if "select" in {stage.stage for stage in lineage(record)}:
             found["selection.json"] = run / "select" / "selection.json"

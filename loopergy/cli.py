@@ -146,6 +146,7 @@ def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str,
         ValueError: No teacher is named, or a stage before this one is not done.
     """
     from loopergy.distill.recipe import STAGES, Recipe
+    from loopergy.distill.recipe_parts import read_recipe
     from loopergy.distill.stage import StageRecord
     from loopergy.recipes import find_recipe
 
@@ -155,10 +156,16 @@ def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str,
     changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     changes[stage] = {**(getattr(whole, stage) or {}), **pairs}
     position = STAGES.index(stage)
+    asked = {} if recipe is None else read_recipe(find_recipe(recipe))
     for earlier in STAGES[:position]:
         record = StageRecord.load(folder / earlier)
         if record is not None:
             changes[earlier] = record.metrics["settings"]
+        elif earlier == "select" and asked.get("select") is not None:
+            raise ValueError(
+                f"stage 'select' of the recipe is not done in {folder}: run `loopergy select -r {recipe} -o {folder}` "
+                "first, or leave `select` out of the recipe"
+            )
         elif earlier == "select" or (earlier == "calibrate" and stage != "align"):
             changes[earlier] = None
         elif stage != "align":
@@ -234,7 +241,9 @@ def distill(
     run_stage("distill", output, recipe, {"teacher": teacher, "data": data}, option)
 
 
-@app.command(epilog=example("loopergy extend --teacher smollm2 -o runs/smollm2 --set length=8192"))
+@app.command(
+    epilog=example("loopergy extend --teacher smollm2 -o runs/smollm2 --set length=8192 --set target_tokens=1_000_000")
+)
 def extend(
     output: RunFolder,
     recipe: RecipeFile = None,
@@ -286,19 +295,23 @@ def generate(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
+    from loopergy.evaluation import check_run_options
+    from loopergy.tasks.vocabulary import encode
+
     set_seed(seed)
     options = {} if num_loops is None else {"num_loops": num_loops}
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", **options)
-    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_run_options(model, num_loops)
     tokenizer = AutoTokenizer.from_pretrained(model)
     if raw or tokenizer.chat_template is None:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = encode(tokenizer, prompt, return_tensors="pt")
     else:
         turns = [{"role": "user", "content": prompt}]
         switch = {} if thinking is None else {"enable_thinking": thinking}
         inputs = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True, **switch
         )
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", **options)
+    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     began = time.perf_counter()
     tokens = network.generate(
@@ -340,7 +353,7 @@ def info(
         typer.echo(line)
 
 
-@app.command(epilog=example('loopergy trace runs/nrgpt "The cat sat on the mat" --plot energies.png'))
+@app.command(epilog=example('loopergy trace runs/cem "def main(" --plot energies.png'))
 def trace(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a CEM-Llama or NRGPT model with its tokenizer.")],
     text: Annotated[str, typer.Argument(help="What to run the model on.")],
@@ -351,9 +364,12 @@ def trace(
     """Show the energy of every token over the steps, and how many tokens rise."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    network = AutoModelForCausalLM.from_pretrained(model)
+    from loopergy.tasks.vocabulary import encode
+
     tokenizer = AutoTokenizer.from_pretrained(model)
-    result = loopergy.trace(network, tokenizer(text).input_ids, num_steps=num_steps, tokenizer=tokenizer)
+    ids = encode(tokenizer, text).input_ids
+    network = AutoModelForCausalLM.from_pretrained(model)
+    result = loopergy.trace(network, ids, num_steps=num_steps, tokenizer=tokenizer)
     typer.echo(str(result))
     if json is not None:
         result.to_json(json)
@@ -407,16 +423,34 @@ def serve(
     transformers_app(["serve", model, *context.args])
 
 
+def message_of(error: Exception) -> str | None:
+    """Return what to tell the user of an error that input can cause; None for one that is a defect of ours."""
+    if isinstance(error, ValueError | OSError | ImportError):
+        return str(error)
+    import yaml
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    # These libraries' errors are no `ValueError`, and have several lines.
+    line = " ".join(str(error).split())
+    if isinstance(error, SafetensorError):
+        return f"a .safetensors file is damaged or cut short: {line}"
+    if isinstance(error, yaml.YAMLError):
+        return f"no YAML: {line}"
+    return f"the model's config: {line}" if isinstance(error, StrictDataclassError) else None
+
+
 def main() -> None:
     """Run the command. An error that the library raises on purpose is one line and exit code 2, not a traceback."""
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
-        if "--debug" in sys.argv:
+    except Exception as error:
+        message = message_of(error)
+        if message is None or "--debug" in sys.argv:
             raise
         # What comes of a folder that is not there: the Hub's client takes its path for a name and finds it malformed.
-        no_folder = "there is no such folder. " if str(error).startswith("Repo id must be") else ""
-        typer.echo(f"loopergy: {no_folder}{error}", err=True)
+        no_folder = "there is no such folder. " if message.startswith("Repo id must be") else ""
+        typer.echo(f"loopergy: {no_folder}{message}", err=True)
         typer.echo("(loopergy --debug VERB ... shows where it came from)", err=True)
         raise SystemExit(2) from None
     finally:

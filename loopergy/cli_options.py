@@ -22,7 +22,9 @@ def settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{flag} {pair!r} is not of the form KEY=VALUE, for example --set learning_rate=1e-4")
-        values[key.strip()] = yaml_value(text)
+        value = yaml_value(text)
+        # YAML 1.1 reads a bare `no` as false; fields such as `eval_strategy` mean the word.
+        values[key.strip()] = "no" if value is False and key.strip().endswith("_strategy") else value
     return values
 
 

@@ -30,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from loopergy.conversion.folders import replace_file, saved_tokenizer
+from loopergy.distill.data import jsonl_records
 
 RESULTS_FOLDER = "evaluation"
 _ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
@@ -165,7 +167,8 @@ def evaluate(
 
     Raises:
         ImportError: Without lm-eval.
-        ValueError: For an unknown task, a file that is no task, or a model without a usable tokenizer.
+        ValueError: For an unknown task, a file that is no task, a model without a usable tokenizer, or loops or steps
+            that the model does not have.
         OSError: For data that cannot be fetched.
     """
     if find_spec("lm_eval") is None:
@@ -176,6 +179,8 @@ def evaluate(
     if limit is not None and not limit > 0:
         raise ValueError(f"limit={limit} must be above 0: a number of examples, or a share below 1")
     limit = int(limit) if limit is not None and limit >= 1 else limit
+    if isinstance(model, str | Path):
+        check_run_options(model, num_loops, num_steps)
     names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name.strip()]
     loaded, files, manager = load_tasks(names, include_path)
     run = {name: value for name, value in (("num_loops", num_loops), ("num_steps", num_steps)) if value is not None}
@@ -293,22 +298,12 @@ def task_of_file(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"there is no task file {file}")
     rows, kind = [], None
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number}: no JSON ({error})") from None
+    for where, row in jsonl_records(file):
         kind = kind or next((fields for fields in _KINDS if isinstance(row, dict) and set(fields) <= set(row)), None)
         if kind is None or not isinstance(row, dict) or not set(kind) <= set(row):
             known = "; ".join(", ".join(fields) for fields in _KINDS)
-            raise ValueError(f"{file}, line {number}: a row has the fields {known}; all rows of a file the same")
-        if "choices" in kind and not 0 <= row["answer"] < len(row["choices"]):
-            raise ValueError(
-                f"{file}, line {number}: `answer` is the index of the right choice, from 0 to "
-                f"{len(row['choices']) - 1}; got {row['answer']!r}"
-            )
+            raise ValueError(f"{where}: a row has the fields {known}; all rows of a file the same")
+        _check_row(row, kind, where)
         rows.append({name: row[name] for name in kind})
     if kind is None:
         raise ValueError(f"{file} has no rows")
@@ -320,6 +315,45 @@ def task_of_file(file: Path) -> dict[str, Any]:
         "metadata": {"version": 1.0},
         **_KINDS[kind],
     }
+
+
+def _check_row(row: dict[str, Any], kind: tuple[str, ...], where: str) -> None:
+    """Raise `ValueError` for a field that cannot be measured."""
+    for name in ("text", "context", "continuation"):
+        if name in kind and not isinstance(row[name], str):
+            raise ValueError(f"{where}: `{name}` must be a text, got {row[name]!r}")
+        if name in kind and name != "context" and not row[name]:
+            raise ValueError(f"{where}: `{name}` is empty, so there is nothing to measure: leave the row out")
+    if "choices" not in kind:
+        return
+    choices, answer = row["choices"], row["answer"]
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"{where}: `choices` must be a list of at least two texts, got {choices!r}")
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise ValueError(
+            f"{where}: `answer` is the index of the right choice, a whole number from 0 to {len(choices) - 1}; got "
+            f"{answer!r}"
+        )
+
+
+def check_run_options(model: str | Path, num_loops: int | None = None, num_steps: int | None = None) -> None:
+    """Raise `ValueError` for loops or steps that a saved model does not have; only its config is read.
+
+    Args:
+        model (`str` or `Path`): Folder or Hub id.
+        num_loops, num_steps (`int`, *optional*): What was asked for.
+    """
+    loops, steps = ("num_loops", num_loops, "ouro and lt2"), ("num_steps", num_steps, "cem_llama and nrgpt")
+    for name, value, families in (loops, steps):
+        if value is None:
+            continue
+        config = AutoConfig.from_pretrained(model)
+        if not hasattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{name}={value} ({flag}): a model of type {config.model_type!r} has no such setting; "
+                f"those of type {families} have. Leave it out."
+            )
 
 
 def _language_model(

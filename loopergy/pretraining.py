@@ -27,19 +27,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion.folders import replace_file
+from loopergy.distill.checks import check_trains
 from loopergy.distill.data import PackedDataset, held_out_batches, load_documents
 from loopergy.distill.pictures import draw_losses, to_svg
 from loopergy.distill.pretrain import GateConfig, GateTrainer, PretrainConfig, PretrainTrainer, evaluate_loops
 from loopergy.distill.processes import join_processes, shared_folder, whole
-from loopergy.distill.recipe_parts import EvaluateSettings, check_keys, field_names, read_recipe, run_stages
+from loopergy.distill.recipe_parts import (
+    EvaluateSettings,
+    check_keys,
+    differences,
+    field_names,
+    naming,
+    read_part,
+    read_recipe,
+    run_stages,
+)
 from loopergy.distill.report import loss_curve
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord, StageTrainer
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, check_shares, task_shares
 from loopergy.tasks.new_model import check_fields
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
 REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
+# Beside a tokenizer that was trained here: on what.
+TOKENIZER_FILE = "trained_on.json"
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -134,13 +146,18 @@ class PretrainRecipe:
     seed: int = 0
 
     def __post_init__(self):
-        check_keys("pretrain", self.pretrain, field_names(PretrainConfig))
+        # What is null has the default; a gate or a start that is null is left out.
+        self.tasks, self.evaluate = self.tasks or [], {} if self.evaluate is None else self.evaluate
+        parts = {"pretrain": PretrainConfig, "gate": GateConfig, "start": Start, "evaluate": EvaluateSettings}
+        for name, kind in parts.items():
+            if getattr(self, name) is not None or name == "pretrain":
+                setattr(self, name, read_part(name, getattr(self, name), kind))
+        EvaluateSettings(**self.evaluate)
         check_fields(OuroConfig, self.model)
-        check_keys("gate", self.gate or {}, field_names(GateConfig))
-        check_keys("start", self.start or {}, field_names(Start))
-        check_keys("evaluate", self.evaluate, field_names(EvaluateSettings))
         if isinstance(self.tokenizer, Mapping):
             check_keys("tokenizer", self.tokenizer, ["vocab_size"])
+            if "vocab_size" not in self.tokenizer:
+                raise ValueError("tokenizer: `vocab_size` is missing; give it, or the name of a tokenizer.")
         check_entries(self.tasks)
 
     @classmethod
@@ -207,6 +224,15 @@ class PretrainRun:
             return AutoTokenizer.from_pretrained(asked)
         folder = self.folder / "tokenizer"
         missing = not (folder / "tokenizer_config.json").is_file()
+        trained_on = {"data": self.recipe.data, "tokenizer": asked}
+        if (folder / TOKENIZER_FILE).is_file():
+            there = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+            if changed := differences(there, trained_on):
+                texts = [f"{name} was {old!r}, the recipe has {new!r}" for name, (old, new) in changed.items()]
+                raise StageError(
+                    f"The tokenizer in {folder} was trained with other settings: {'; '.join(texts)}. Restore them, or "
+                    f"remove {self.folder} to begin anew, or give another output."
+                )
         # None writes before all have looked.
         self.processes.wait_for_everyone()
         if missing:
@@ -217,6 +243,7 @@ class PretrainRun:
             with shared_folder(folder) as unfinished:
                 if unfinished is not None:
                     trained.save_pretrained(unfinished)
+                    replace_file(unfinished / TOKENIZER_FILE, json.dumps(trained_on) + "\n")
         return AutoTokenizer.from_pretrained(str(folder))
 
     def run(self) -> dict[str, Any]:
@@ -224,9 +251,12 @@ class PretrainRun:
         parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
         for name, part in parts.items():
             # What the second stage refuses is not to come up after the first.
-            check_shares(self.tasks, self._arguments(name, part).length)
+            with naming(name):
+                args = self._arguments(name, part)
+                check_trains(args)
+                check_shares(self.tasks, args.length)
         settings = {name: self._settings(part) for name, part in parts.items()}
-        run_stages(self, settings, lambda name: self._train(name, parts[name]))
+        run_stages(self, settings, lambda name: self._train(name, parts[name]), order=tuple(STAGES))
         report = self.report()
         if self.is_main:
             replace_file(self.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")

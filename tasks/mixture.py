@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.distill.data import PackedDataset
@@ -178,8 +178,10 @@ class TextAndTasks(IterableDataset):
         return None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        text = iter(self.text)
-        for row in itertools.count(self._rows):
+        text, worker = iter(self.text), get_worker_info()
+        # Workers of a data loader take turns at the rows; each has its own documents.
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for row in itertools.count(self._rows + first, step):
             entry = self._choice(row)
             if entry is not None:
                 yield task_row(entry, self.text.length, row, self.seed)

@@ -2,7 +2,9 @@
 """Tokenizers with a fixed vocabulary, made without training: one token a word, or one a character."""
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,6 +33,35 @@ def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> Any:
+    """Tokenise a text that a user typed, as the tokenizer does.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Any.
+        text (`str`): The text.
+        **options: Of the tokenizer's call.
+
+    Raises:
+        ValueError: A text without tokens, or with words that a tokenizer without an unknown token does not have.
+    """
+    try:
+        encoded = tokenizer(text, **options)
+    except Exception as error:  # the tokenizers library raises nothing more special
+        if "Missing [UNK] token" not in str(error):
+            raise
+        pieces = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        known = tokenizer.get_vocab()
+        unknown = list(dict.fromkeys(piece for piece in pieces if piece not in known))
+        raise ValueError(
+            f"The text holds {', '.join(map(repr, unknown[:5]))}, which the tokenizer's vocabulary of {len(known)} "
+            f"tokens does not have, nor does it have a token for the unknown. It has: "
+            f"{', '.join(map(repr, sorted(known, key=known.get)[:8]))}{', ...' if len(known) > 8 else ''}."
+        ) from None
+    if not torch.as_tensor(encoded["input_ids"]).numel():
+        raise ValueError(f"The text {text!r} has no token: give at least one word.")
+    return encoded
 
 
 def _fixed(tokens: Iterable[str]) -> Tokenizer:

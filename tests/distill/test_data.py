@@ -112,6 +112,14 @@ def test_workers_share_the_documents_without_overlap(byte_tokenizer):
     assert sorted(tokens) == sorted(torch.cat([row["input_ids"] for row in data]).tolist())
 
 
+def test_workers_without_documents_end_and_the_others_go_on(byte_tokenizer):
+    data = PackedDataset(["one document", "two"], byte_tokenizer, 6, split="all")
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=4, timeout=30)
+    got = torch.stack([row["input_ids"] for row in itertools.islice(loader, 12)])
+    assert got.shape == (12, 6)
+    assert {"n", "t"} <= set(byte_tokenizer.decode(got.flatten().tolist()))
+
+
 def test_end_of_sequence_keeps_its_label_when_it_is_also_the_pad():
     """Guards I8."""
     eos = 2
@@ -159,6 +167,40 @@ def test_files_folders_and_chats_are_read(tmp_path, topics_tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": nope}', "no JSON"),
+        (b'["a", "b"]', r"no object.*\['a', 'b'\]"),
+        (b'"abc"', "no object.*abc"),
+        (b"5", "no object.*5"),
+        (b"null", "no object.*None"),
+        ('{"text": "café"}'.encode("latin-1"), "not UTF-8"),
+        (b'{"text": null}', "a field `text` with a text"),
+        (b'{"messages": ["hi", "there"]}', "a chat is a list of turns.*hi"),
+        (b'{"messages": {"role": "user", "content": "hi"}}', "a chat is a list of turns"),
+        (b'{"messages": [{"role": "user", "content": "hi"}]}', "this tokenizer has none"),
+    ],
+)
+def test_a_line_that_is_no_document_is_refused_with_file_and_line(tmp_path, byte_tokenizer, line, message):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 3: .*{message}"):
+        load_documents(tmp_path, byte_tokenizer)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfthree")
+    assert load_documents(tmp_path) == ["one", "two", "three"]
+
+
+def test_halves_of_characters_are_replaced_so_that_texts_can_be_tokenised(tmp_path, byte_tokenizer):
+    (tmp_path / "a.jsonl").write_text(r'{"text": "cut \ud83d"}' + "\n" + r'{"text": "whole \ud83d\ude00"}')
+    assert load_documents(tmp_path) == ["cut \ufffd", "whole \U0001f600"]
+    assert load_documents(["\udc00 cut"]) == ["\ufffd cut"]
+    assert rows(PackedDataset(tmp_path, byte_tokenizer, 8, split="all"), 9)
+
+
+@pytest.mark.parametrize(
     ("source", "error", "message"),
     [("/no/such/folder", FileNotFoundError, "neither"), ("offline:poems", ValueError, "offline:prose")],
 )
@@ -194,3 +236,25 @@ def test_a_split_without_documents_is_an_error(byte_tokenizer):
     kept = [text for text in TEXTS if not is_held_out(text)]
     with pytest.raises(ValueError, match="no document in the split 'held_out'"):
         PackedDataset(kept, byte_tokenizer, 8, split="held_out")
+
+
+def test_a_single_file_is_told_how_many_documents_a_split_needs(byte_tokenizer, tmp_path):
+    text = next(text for text in TEXTS if not is_held_out(text))
+    (tmp_path / "book.txt").write_text(text)
+    with pytest.raises(ValueError, match=r"book.txt' has no .*it has 1 in all.*64 or so.*`evaluate.num_tokens: 0`"):
+        held_out_batches(tmp_path / "book.txt", byte_tokenizer, length=8, num_tokens=8)
+    held = next(text for text in map(str, itertools.count()) if is_held_out(text))
+    with pytest.raises(ValueError, match=r"The list of texts has no document in the split 'train'.*held out"):
+        PackedDataset([held], byte_tokenizer, 8)
+    with pytest.raises(ValueError, match="no documents at all"):
+        PackedDataset([], byte_tokenizer, 8, split="all")
+
+
+@pytest.mark.timeout(60)
+def test_documents_without_any_token_are_an_error_and_not_an_endless_search(byte_tokenizer, monkeypatch):
+    monkeypatch.setattr("loopergy.distill.data.separator_token", lambda tokenizer: None)
+    data = PackedDataset(["", ""], byte_tokenizer, 8, split="all")
+    with pytest.raises(ValueError, match="has a token"):
+        rows(data, 1)
+    some = PackedDataset(["", "ab", ""], byte_tokenizer, 4, split="all")
+    assert [byte_tokenizer.decode(row["input_ids"].tolist()) for row in rows(some, 2)] == ["abab", "abab"]

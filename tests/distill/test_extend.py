@@ -60,7 +60,7 @@ def test_longer_rows_need_an_explicit_option(ouro, tmp_path, random_batch):
     assert student.config.max_position_embeddings == 32
     assert student.config.rope_parameters["rope_theta"] == 5e6
     assert not torch.equal(student.model.rotary_emb.inv_freq, before)
-    with pytest.raises(ValueError, match="below the present 32"):
+    with pytest.raises(ValueError, match="below the present max_position_embeddings, 32"):
         extend_positions(student, 16)
 
 

@@ -189,9 +189,126 @@ def test_a_file_system_without_locks_is_no_obstacle(small, monkeypatch):
     assert done == ["convert", "align"]
 
 
+SAVING = {**TRAINING, "save_strategy": "steps", "save_steps": 1}
+TASK = {"task": "recall", "share": 0.5, "length": 20, "num_pairs": 2, "num_keys": 4, "num_values": 4}
+ALONE = {"align": SAVING, "select": None, "distill": None, "extend": None, "evaluate": {"num_tokens": 0}}
+
+
+@pytest.fixture
+def interrupted(small, monkeypatch):
+    """Return `small` for runs of alignment alone, one of which was interrupted at its second step."""
+    pytest.importorskip("matplotlib")
+    original = recipe_room.AlignTrainer.training_step
+
+    def stop(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(recipe_room.AlignTrainer, "training_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        small(**ALONE)[0].run()
+    monkeypatch.undo()
+    return lambda **changes: small(**{**ALONE, **changes})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"align": {**SAVING, "learning_rate": 0.01}}, "align.learning_rate was None, the recipe has 0.01"),
+        ({"align": {**SAVING, "form": "l2norm"}}, "align.form was None, the recipe has 'l2norm'"),
+        ({"align": {**SAVING, "length": 16}}, "align.length was 24, the recipe has 16"),
+        (
+            {"align": {**SAVING, "per_device_train_batch_size": 1}},
+            "train_batch_size was 2, the recipe has 1",
+        ),
+        ({"align": {**SAVING, "max_steps": 2}}, "align.max_steps was 3, the recipe has 2"),
+        ({"align": {**SAVING, "data": "offline:code"}}, "data was '.*texts', the recipe has 'offline:code'"),
+        ({"data": "offline:code"}, "data was '.*texts', the recipe has 'offline:code'"),
+        ({"documents": "contiguous"}, "documents was 'separate', the recipe has 'contiguous'"),
+    ],
+)
+def test_an_interrupted_stage_goes_on_with_its_settings_alone(interrupted, changes, message, monkeypatch):
+    monkeypatch.setattr(recipe_room.RecipeRun, "_train", lambda *args: pytest.fail("trained"))
+    with pytest.raises(StageError, match=rf"'align'.*was interrupted.*{message}.*Restore them.*give another output"):
+        interrupted(**changes)[0].run()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_interrupted_stage_goes_on_with_other_logs_or_without_record(interrupted, recorded, tmp_path, monkeypatch):
+    changes = {} if recorded else {"learning_rate": 0.01}
+    job, done = interrupted(align={**SAVING, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1, **changes})
+    file = tmp_path / "out" / "checkpoints" / "align" / "run.json"
+    assert json.loads(file.read_text())["align"]["length"] == 24
+    if not recorded:
+        file.unlink()
+    steps, original = [], recipe_room.AlignTrainer.training_step
+
+    def count(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(recipe_room.AlignTrainer, "training_step", count)
+    job.run()
+    assert done == ["convert", "align"]
+    assert steps == [1, 2]
+
+
+def test_checkpoints_are_what_holds_an_interrupted_stage_to_its_settings(interrupted, tmp_path):
+    (checkpoint,) = (tmp_path / "out" / "checkpoints" / "align").glob("checkpoint-*")
+    checkpoint.rename(tmp_path / "elsewhere")
+    interrupted(align={**SAVING, "length": 16})[0].run()
+    assert StageRecord.load(tmp_path / "out" / "align").tokens_seen == 3 * 2 * 16
+
+
+def test_finished_stages_are_of_one_teacher_text_and_seed(small, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    small(**ALONE)[0].run()
+    monkeypatch.setattr(recipe_room.RecipeRun, "_train", lambda *args: pytest.fail("trained"))
+    changes = {"teacher": "another", "seed": 1, "data": "offline:code", "documents": "contiguous", "dtype": "float32"}
+    for name, value in changes.items():
+        with pytest.raises(StageError, match=rf"finished with other settings: {name} was .*the recipe has {value!r}"):
+            small(**{**ALONE, "distill": SAVING, name: value})[0].run()
+    for stage in ("convert", "align"):
+        record = StageRecord.load(tmp_path / "out" / stage)
+        del record.metrics["run"]
+        record.save(tmp_path / "out" / stage)
+    small(**{**ALONE, "seed": 1, "align": {**SAVING, "logging_steps": 7}})[0].run()
+
+
+def test_a_stage_that_later_ones_were_not_made_from_is_refused(small, tmp_path):
+    pytest.importorskip("matplotlib")
+    small(**{**ALONE, "distill": SAVING})[0].run()
+    out = tmp_path / "out"
+    select = {"keep": 1, "num_tokens": 96, "length": 24}
+    for changes, late, gone in (
+        ({"select": select}, "select", f"{out / 'distill'} to"),
+        ({"select": select, "distill": None}, "select", f"{out / 'distill'} to"),
+        ({"calibrate": {"num_tokens": 48, "length": 24}}, "calibrate", f"{out / 'align'}, {out / 'distill'} to"),
+    ):
+        with pytest.raises(StageError, match=f"'{late}' is not done in .*were not made from it. Remove {gone}"):
+            small(**{**ALONE, "distill": SAVING, **changes})[0].run()
+    assert not (out / "select").exists()
+    (out / "select").mkdir()
+    record = StageRecord.load(out / "align")
+    record.stage, record.parent, record.metrics = "select", {"stage": "align"}, {"settings": select}
+    record.save(out / "select")
+    with pytest.raises(StageError, match=rf"'distill' .* made from stage 'align', .* has 'select' .*{out}/distill"):
+        small(**{**ALONE, "distill": SAVING, "select": select})[0].run()
+
+
+LESS = {key: value for key, value in TRAINING.items() if key != "max_steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"align": LESS}, "align: give `target_tokens` or `max_steps`"),
+        ({"distill": LESS}, "distill: give `target_tokens` or `max_steps`"),
+        ({"extend": LESS}, "extend: give `target_tokens` or `max_steps`"),
+        ({"extend": {**TRAINING, "extend_to": 25}}, "extend: `extend_to`=25 is below the present max_position_emb"),
+        ({"extend": {**TRAINING, "rope_theta": 0}}, "extend: `rope_theta` must be above 0, got 0"),
+        ({"distill": {**TRAINING, "teacher_states": "s", "tasks": [TASK]}}, "distill: `teacher_states` 's' .*tasks"),
         ({"select": {"keep": 9}}, r"keep_layers=9: out of range"),
         ({"select": {"keep": 1, "strategy": "best"}}, "`strategy` must be one of"),
         ({"select": {"keep": 0}, "convert": {"keep_layers": [1]}}, r"full attention in layers \[1\] already"),
@@ -208,7 +325,9 @@ def test_a_file_system_without_locks_is_no_obstacle(small, monkeypatch):
         ),
     ],
 )
-def test_what_a_later_stage_refuses_comes_up_before_the_first(small, changes, message, tmp_path):
+def test_what_a_later_stage_refuses_comes_up_before_the_first(small, changes, message, topics_tokenizer, new_ouro):
+    if "tasks" in changes.get("distill", {}):
+        changes = {**changes, "teacher_and_tokenizer": (new_ouro(vocab_size=len(topics_tokenizer)), topics_tokenizer)}
     job, done = small(**changes)
     with pytest.raises(ValueError, match=message):
         job.run()
@@ -244,6 +363,7 @@ def test_stages_can_be_left_out(small, tmp_path):
 @pytest.mark.parametrize("file", RECIPES, ids=lambda path: path.stem)
 def test_recipes_of_the_repository_are_read(file):
     recipe = Recipe.from_yaml(file)
+    assert recipe.dtype in (None, "float32"), "below it updates are rounded away; `bf16: true` computes in bfloat16"
     for name, (config, _) in recipe_room.STAGE_CLASSES.items():
         part = {key: value for key, value in (getattr(recipe, name) or {}).items() if key not in ("data", "tasks")}
         if getattr(recipe, name) is not None:
@@ -274,8 +394,35 @@ def test_numbers_are_read_as_everyone_writes_them(tmp_path):
         ({"data": "offline"}, "`teacher` is missing"),
         ({"teacher": "t", "align": None}, "needs `align`"),
         ({"teacher": "t", "distill": None, "extend": {}}, "needs `distill`"),
+        ({"teacher": "t", "align": 5}, "align: this must be a mapping of fields, .* got 5"),
+        ({"teacher": "t", "select": [1]}, r"select: this must be a mapping of fields, .* got \[1\]"),
+        ({"teacher": "t", "convert": None, "select": {}}, "convert: .* must be a mapping of options, .* got None"),
+        ({"teacher": "t", "align": {"learning_rate": "fast"}}, "align: `learning_rate` must be a number, got 'fast'"),
+        ({"teacher": "t", "align": {"length": 32.5}}, "align: `length` must be a whole number, got 32.5"),
+        ({"teacher": "t", "align": {"length": True}}, "align: `length` must be a whole number, got True"),
+        ({"teacher": "t", "align": {"length": None}}, "align: `length` must be a whole number, got None"),
+        ({"teacher": "t", "select": {"batch_size": 0}}, "select: `batch_size` must be at least 1, got 0"),
+        ({"teacher": "t", "select": {"num_tokens": 0}}, "select: `num_tokens` must be at least 1, got 0"),
+        ({"teacher": "t", "select": {"length": 1}}, "select: `length` must be at least 2, got 1"),
+        ({"teacher": "t", "evaluate": {"num_tokens": -1}}, "evaluate: `num_tokens` must be at least 0, got -1"),
+        ({"teacher": "t", "calibrate": {"batch_size": 0}}, "calibrate: `batch_size` must be at least 1, got 0"),
+        ({"teacher": "t", "calibrate": {"parts": "memory"}}, "calibrate: `parts` must be a list of .* got 'memory'"),
     ],
 )
 def test_recipes_that_cannot_be_name_what_is_known(values, message):
     with pytest.raises(ValueError, match=message):
         Recipe.from_dict(values)
+
+
+def test_whole_numbers_may_be_written_with_a_point_and_null_is_the_default():
+    values = {"align": {"length": 32.0, "learning_rate": 1, "target_tokens": None, "tasks": None, "data": None}}
+    values |= {"select": {"num_tokens": 1e2, "keep": 0.5, "strategy": "uniform"}, "evaluate": None, "tasks": None}
+    recipe = Recipe.from_dict({"teacher": "t", **values})
+    assert recipe.align == {"length": 32, "learning_rate": 1, "target_tokens": None}
+    assert recipe.select == {"num_tokens": 100, "keep": 0.5, "strategy": "uniform"}
+    assert all(isinstance(number, int) for number in (recipe.align["length"], recipe.select["num_tokens"]))
+    assert (recipe.evaluate, recipe.tasks) == ({}, [])
+    assert (
+        Recipe.from_dict({"teacher": "t", "select": {"strategy": "uniform", "num_tokens": 0}}).select["num_tokens"]
+        == 0
+    )

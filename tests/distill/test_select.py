@@ -151,7 +151,9 @@ def test_mse_keeps_the_layers_that_fit_worst(ouro, batches):
 def test_uniform_and_given_need_no_data(ouro):
     student = convert(ouro, keep_layers=[]).model
     assert select_layers(student, ouro, [], 1, strategy="uniform").kept_layers == [2]
-    assert select_layers(student, ouro, [], [2, 0], strategy="given").kept_layers == [0, 2]
+    for keep in ([2, 0], "2,0", " 0, 2,"):
+        assert select_layers(student, ouro, [], keep, strategy="given").kept_layers == [0, 2]
+    assert select_layers(student, ouro, [], "all", strategy="uniform").kept_layers == [0, 1, 2]
 
 
 def test_keeping_all_layers_leaves_no_kl(teacher, student, batches):
@@ -193,6 +195,12 @@ def test_a_budget_trains_each_candidate_before_it_is_scored(ouro, batches):
         ([5], {"strategy": "given"}, "out of range"),
         ([-1], {"strategy": "given"}, "out of range"),
         (1, {"strategy": "given"}, "list of layers"),
+        ([1, 2], {}, "strategy='given'"),
+        ([1, 2], {"strategy": "uniform"}, "strategy='given'"),
+        ("1,2", {"strategy": "mse"}, "strategy='given'"),
+        ("1", {}, "without quotes"),
+        ("1", {"strategy": "given"}, "without quotes"),
+        ("some", {}, "not understood"),
         (9, {}, "out of range"),
         (1, {"strategy": "best"}, "oneshot"),
         (1, {"strategy": "mse", "budget_tokens": 5}, "oneshot"),

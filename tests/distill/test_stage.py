@@ -2,6 +2,7 @@
 """The trainers: cutting a step does not matter, interrupted runs go on, folders are whole."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -171,6 +172,50 @@ def test_records_tell_their_history_and_the_hash_sees_the_layers(ouro, tmp_path)
     assert second.parent["tokens_seen"] == 5
     assert StageRecord.load(tmp_path / "nowhere") is None
     assert check_previous(second, one, ("distill",), "extend") is second
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_round_updates_away_are_warned_of(stage, ouro, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("loopergy.distill.checks.logger.warning", told.append)
+    for teacher in (ouro.float(), ouro.double()):
+        make_trainer(stage, teacher, tmp_path, [])
+    assert told == []
+    for dtype in (torch.bfloat16, torch.float16):
+        make_trainer(stage, ouro.to(dtype), tmp_path, [])
+        assert len(told) == 1
+        (text,) = told
+        assert str(dtype).removeprefix("torch.") in text
+        assert "`dtype: float32` in a recipe" in text
+        assert "`bf16=True`" in text
+        told.clear()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_float32_student_learns_from_a_bfloat16_teacher(stage, ouro, tmp_path, random_batch, monkeypatch):
+    data = [{"input_ids": row} for row in random_batch(rows=4)["input_ids"]]
+    trainer, config = STAGES[stage]
+    values = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "length": 16, "bf16": True}
+    values |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "require_previous": False}
+    values |= {"kl_weight": 0.5} if stage == "extend" else {}
+    student = convert(ouro.float(), keep_layers=[1]).model
+    trained = trainer(student, ouro.bfloat16(), config(str(tmp_path), **values), data)
+    before = {name: p.detach().clone() for name, p in trained.student.named_parameters() if p.requires_grad}
+    trained.train()
+    assert all(p.dtype == torch.float32 for p in trained.student.parameters())
+    moved = [(p != before[name]).float().mean() for name, p in trained.student.named_parameters() if name in before]
+    assert min(moved) > 0
+    assert sum(moved) / len(moved) > 0.5
+
+
+def test_what_diverged_is_logged_as_such_and_not_saved(ouro, tmp_path, random_batch):
+    data = [{"input_ids": row} for row in random_batch(rows=4)["input_ids"]]
+    trainer = make_trainer("distill", ouro.float(), tmp_path / "run", data, max_steps=3, learning_rate=1e30)
+    trainer.train()
+    assert any(math.isnan(loss) for loss in history(trainer))
+    with pytest.raises(ValueError, match=r"not finite, first in 'model\..*Lower `learning_rate`.*remove .*run"):
+        trainer.save_stage(tmp_path / "stage")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"] or not list(tmp_path.iterdir())
 
 
 DRIVER = """

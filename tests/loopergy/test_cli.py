@@ -4,6 +4,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from loopergy import OuroConfig, OuroForCausalLM, cli
+from loopergy import NRGPTConfig, NRGPTForCausalLM, OuroConfig, OuroForCausalLM, cli
 from loopergy.conversion.families import MIXER_OPTIONS
+from loopergy.tasks.catalog import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = typer.main.get_command(cli.app)
@@ -119,6 +121,8 @@ def test_stages_run_one_by_one_and_a_recipe_runs_what_is_left(tiny_ouro, tmp_pat
     assert aligned.exit_code == 0, aligned.output
     assert (folder / "align" / "stage.json").is_file()
     assert not (folder / "select").exists()
+    skipped = run("distill", "-r", recipe, "-o", folder)
+    assert "'select' of the recipe is not done" in str(skipped.exception)
     chosen = run("select", "-r", recipe, "-o", folder)
     assert "kept layers [" in chosen.output
     rest = run("run", recipe, "-o", folder, "--set", "align.target_tokens=64")
@@ -167,6 +171,11 @@ def test_settings_are_read_as_yaml():
         "too": None,
         "text": "a=b",
     }
+    assert cli.settings(["eval_strategy=no", "distill.save_strategy=no", "use_cpu=no"]) == {
+        "eval_strategy": "no",
+        "distill.save_strategy": "no",
+        "use_cpu": False,
+    }
 
 
 def test_a_setting_without_a_value_is_refused():
@@ -193,6 +202,59 @@ def test_a_folder_that_is_not_there_is_called_that(monkeypatch, capsys, tmp_path
     with pytest.raises(SystemExit):
         cli.main()
     assert capsys.readouterr().err.startswith("loopergy: there is no such folder. ")
+
+
+@pytest.fixture
+def shown_by_main(monkeypatch, capsys):
+    """Run `main` on a line that fails, and return what it writes."""
+
+    def shown(*line):
+        monkeypatch.setattr(sys, "argv", ["loopergy", *map(str, line)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == 2
+        text = capsys.readouterr().err.splitlines()
+        assert text[-1] == "(loopergy --debug VERB ... shows where it came from)"
+        return text[-2]
+
+    return shown
+
+
+def test_errors_of_other_libraries_that_input_causes_are_one_line_too(shown_by_main, tiny_ouro, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("teacher: [unclosed\n")
+    assert shown_by_main("run", tmp_path / "recipe.yaml", "-o", tmp_path / "run").startswith("loopergy: no YAML: ")
+    shutil.copytree(tiny_ouro, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    wanted = "loopergy: a .safetensors file is damaged or cut short: "
+    assert shown_by_main("generate", tmp_path / "cut", "hello").startswith(wanted)
+    config = json.loads((tiny_ouro / "config.json").read_text())
+    (tmp_path / "cut" / "config.json").write_text(json.dumps({**config, "total_ut_steps": "two"}))
+    assert re.match("loopergy: the model's config: .*total_ut_steps.*two", shown_by_main("info", tmp_path / "cut"))
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    def broken():
+        raise KeyError("x")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(KeyError):
+        cli.main()
+
+
+def test_generate_refuses_an_empty_prompt_and_loops_that_a_model_does_not_have(shown_by_main, tiny_ouro, tmp_path):
+    assert "The text '' has no token" in shown_by_main("generate", tiny_ouro, "", "--raw")
+    NRGPTForCausalLM(NRGPTConfig.from_preset("tiny")).save_pretrained(tmp_path)
+    line = shown_by_main("generate", tmp_path, "hello", "--num-loops", 2)
+    assert line.startswith("loopergy: num_loops=2 (--num-loops): a model of type 'nrgpt' has no such setting")
+
+
+def test_a_word_outside_a_tasks_vocabulary_is_named(shown_by_main, tmp_path):
+    task = make_task("permutations", length=5)
+    NRGPTForCausalLM(NRGPTConfig.from_preset("tiny", vocab_size=len(task.tokenizer))).save_pretrained(tmp_path)
+    task.tokenizer.save_pretrained(tmp_path)
+    for verb in ("trace", "generate"):
+        assert "The text holds 'hello', which the tokenizer" in shown_by_main(verb, tmp_path, "hello")
 
 
 def test_version_is_shown():

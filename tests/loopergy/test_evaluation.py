@@ -103,6 +103,14 @@ def test_runs_with_other_settings_have_other_names():
         (['{"question": 1}'], r"line 1: a row has the fields"),
         (['{"text": "a"}', '{"context": "a", "continuation": "b"}'], "line 2"),
         (['{"context": "a", "choices": ["b", "c"], "answer": 2}'], "from 0 to 1; got 2"),
+        (['{"context": "a", "choices": ["b", "c"], "answer": "0"}'], "line 1: `answer` .* from 0 to 1; got '0'"),
+        (['{"context": "a", "choices": ["b", "c"], "answer": true}'], "from 0 to 1; got True"),
+        (['{"context": "a", "choices": "bc", "answer": 0}'], "line 1: `choices` must be a list .* got 'bc'"),
+        (['{"context": "a", "choices": ["b"], "answer": 0}'], r"at least two texts, got \['b'\]"),
+        (['{"context": "a", "choices": ["b", 5], "answer": 0}'], "at least two texts"),
+        (['{"text": "a"}', "", '{"text": ""}'], "line 3: `text` is empty"),
+        (['{"text": 5}'], "line 1: `text` must be a text, got 5"),
+        (['{"context": "a", "continuation": null}'], "`continuation` must be a text, got None"),
     ],
 )
 def test_a_file_that_is_no_task_is_refused_with_its_line(tmp_path, rows, message):
@@ -110,6 +118,19 @@ def test_a_file_that_is_no_task_is_refused_with_its_line(tmp_path, rows, message
     file.write_text("\n".join(rows))
     with pytest.raises(ValueError, match=message):
         task_of_file(file)
+
+
+@pytest.mark.parametrize(("kind", "option"), [("lt2", "num_steps"), ("ouro", "num_steps"), ("nrgpt", "num_loops")])
+def test_loops_and_steps_that_a_model_does_not_have_are_refused_before_it_is_loaded(save, tmp_path, kind, option):
+    folder = save(kind)
+    (folder / "model.safetensors").unlink()
+    other = {"num_steps": "num_loops", "num_loops": "num_steps"}[option]
+    evaluation.check_run_options(folder, **{other: 1})
+    with pytest.raises(ValueError, match=rf"{option}=2 \(--{option.replace('_', '-')}\): .* type '{kind}'"):
+        evaluation.check_run_options(folder, **{option: 2})
+    if importlib.util.find_spec("lm_eval") is not None:
+        with pytest.raises(ValueError, match=f"type '{kind}' has no such setting"):
+            evaluate(folder, write_rows(tmp_path / "task.jsonl", {"text": "a"}), **{option: 2})
 
 
 @needs_lm_eval

@@ -320,3 +320,14 @@ def test_what_is_no_model_of_ours_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="none of loopergy's"):
         write_card(tmp_path)
+
+
+def test_a_gate_whose_folder_holds_a_students_run_too_has_the_files_of_its_own(tmp_path):
+    """`RUN/gate` is a teacher; `loopergy run` on the same folder puts `RUN/convert` beside it."""
+    for name in ("pretrain", "gate", "convert"):
+        (tmp_path / name).mkdir()
+        StageRecord(name, [0], "0").save(tmp_path / name)
+    (tmp_path / "convert" / "conversion_report.json").write_text("{}")
+    (tmp_path / "pretraining.json").write_text("{}")
+    assert set(kept_files(tmp_path / "gate")) == {"stage.json", "pretraining.json"}
+    assert set(kept_files(tmp_path / "convert")) == {"stage.json", "conversion_report.json"}

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -125,6 +126,42 @@ def test_an_interrupted_run_ends_as_one_that_was_not(finished, tmp_path, monkeyp
     assert again["stages"][1]["loops"] == report["stages"][1]["loops"]
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_an_interrupted_run_is_refused_another_tokenizer_or_rate(tmp_path, monkeypatch, checkpoint):
+    def stop(self, *args):
+        original(self, *args)
+        raise KeyboardInterrupt
+
+    name = "_save_checkpoint" if checkpoint else "training_step"
+    original = getattr(pretraining.PretrainTrainer, name)
+    monkeypatch.setattr(pretraining.PretrainTrainer, name, stop)
+    with pytest.raises(KeyboardInterrupt):
+        PretrainRun(recipe(), tmp_path).run()
+    monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained"))
+    with pytest.raises(StageError, match=r"tokenizer.vocab_size was 700, the recipe has 710\. Restore"):
+        PretrainRun(recipe(tokenizer={"vocab_size": 710}), tmp_path).run()
+    if checkpoint:
+        with pytest.raises(StageError, match=r"interrupted.*pretrain.learning_rate was None, .* 0\.1\. Rest"):
+            PretrainRun(recipe(pretrain={**SMALL["pretrain"], "learning_rate": 0.1}), tmp_path).run()
+        (tmp_path / "tokenizer" / "trained_on.json").unlink()
+        with pytest.raises(StageError, match=r"interrupted.*pretrain.tokenizer.vocab_size was 700, .* 710"):
+            PretrainRun(recipe(tokenizer={"vocab_size": 710}), tmp_path).run()
+
+
+def test_a_teacher_whose_gate_is_trained_is_not_trained_anew(finished, tmp_path):
+    folder, _ = finished
+    shutil.copytree(folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "pretrain")
+    with pytest.raises(StageError, match=f"'pretrain' is not done .* Remove {tmp_path}/run/gate to make them"):
+        PretrainRun(recipe(gate=None), tmp_path / "run").run()
+
+
+def test_null_parts_have_their_defaults():
+    read = recipe(evaluate=None, tasks=None, gate=None, start=None, pretrain={"length": 64.0})
+    assert (read.evaluate, read.tasks, read.gate, read.start) == ({}, [], None, None)
+    assert isinstance(read.pretrain["length"], int)
+
+
 def test_the_start_sets_embeddings_and_branches(tmp_path):
     model = PretrainRun(recipe(start=None), tmp_path)._new_model()
     assert model.model.layers[1].input_layernorm_2.weight.unique().tolist() == [1.0]
@@ -160,6 +197,11 @@ def test_a_trained_tokenizer_has_ouros_special_tokens():
         ({"tasks": [{"task": "recall"}]}, r"needs `task` and `share`"),
         ({"tasks": [{"task": "recall", "share": 0.1, "pairs": 3}]}, r"tasks, recall: unknown keys \['pairs'\]"),
         ({"tasks": [{"task": "chess", "share": 0.1}]}, r"no task 'chess'"),
+        ({"pretrain": None}, r"pretrain: this must be a mapping of fields, .* got None"),
+        ({"gate": 5}, r"gate: this must be a mapping of fields, .* got 5"),
+        ({"gate": {"length": "long"}}, r"gate: `length` must be a whole number, got 'long'"),
+        ({"start": {"branch_scale": "small"}}, r"start: `branch_scale` must be a number, got 'small'"),
+        ({"tokenizer": {}}, r"tokenizer: `vocab_size` is missing"),
         ({"teacher": "smollm2"}, r"unknown keys \['teacher'\]"),
     ],
 )
@@ -169,7 +211,11 @@ def test_unknown_keys_name_the_known_ones(changes, message):
 
 
 def test_what_the_gate_refuses_comes_up_before_pretraining(tmp_path):
-    for gate, message in (({"length": 1}, "`length` must be at least 2"), ({"length": 16}, "a row 16")):
+    for gate, message in (
+        ({"length": 1}, "gate: `length` must be at least 2"),
+        ({"length": 16}, "gate: .* a row 16"),
+        ({"max_steps": -1}, "gate: give `target_tokens` or `max_steps`"),
+    ):
         run = PretrainRun(recipe(gate={**SMALL["gate"], **gate}), tmp_path / "run")
         with pytest.raises(ValueError, match=message):
             run.run()

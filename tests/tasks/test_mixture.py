@@ -86,6 +86,18 @@ def test_a_resumed_mixture_gives_the_very_next_rows(mixture, rows):
     assert torch.equal(take(resumed, 1)[0]["input_ids"], whole[0]["input_ids"])
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_share_the_rows_of_tasks_and_of_text(mixture, topics_tokenizer, workers):
+    """The rows of tasks, and which rows are tasks, are those of one process."""
+    loader = torch.utils.data.DataLoader(mixture(), batch_size=None, num_workers=workers)
+    rows, alone = list(itertools.islice(loader, 48)), take(mixture(), 48)
+    assert len({tuple(row["input_ids"].tolist()) for row in rows}) == 48
+    for row, expected in zip(rows, alone, strict=True):
+        which = kind(expected, topics_tokenizer)
+        assert kind(row, topics_tokenizer) == which
+        assert which == "text" or torch.equal(row["input_ids"], expected["input_ids"])
+
+
 def test_mixtures_that_cannot_be_are_refused(mixture, topics, topics_tokenizer):
     with pytest.raises(ValueError, match="sum to less than 1"):
         mixture(recall=0.8)

@@ -100,6 +100,42 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(task, tmp_path):
     assert history.test == expected.test
 
 
+def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(task, tmp_path, monkeypatch):
+    def fresh():
+        return new_model("llama", task)
+
+    whole = fresh()
+    train_on_task(whole, task, settings(tmp_path / "whole"))
+    write, written = TaskTrainer._save_rng_state, []
+
+    def killed(trainer, folder):
+        written.append(folder)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write(trainer, folder)
+
+    monkeypatch.setattr(TaskTrainer, "_save_rng_state", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_on_task(fresh(), task, settings(tmp_path / "cut"))
+    monkeypatch.setattr(TaskTrainer, "_save_rng_state", write)
+    assert [folder.name for folder in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    second, counter = fresh(), Crash(None)
+    train_on_task(second, task, settings(tmp_path / "cut"), [counter])
+    assert counter.begun == 4
+    assert torch.equal(weights(second), weights(whole))
+    assert [folder.name for folder in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-6"]
+    assert not (tmp_path / "cut" / ".unfinished").exists()
+
+
+def test_the_best_checkpoint_is_found_where_it_is(task, tmp_path):
+    args = settings(tmp_path, load_best_model_at_end=True, metric_for_best_model="eval_loss", save_total_limit=2)
+    trainer = TaskTrainer(new_model("llama", task), task, args)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{trainer.state.best_global_step}")
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+
+
 def test_shares_of_all_steps_become_steps(task, tmp_path):
     args = settings(tmp_path, max_steps=30, logging_steps=0.1, eval_steps=0.5, save_steps=7)
     TaskTrainer(new_model("llama", task), task, args)

@@ -14,8 +14,6 @@ it and refuses to start from anything else.
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,11 +26,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion.folders import replace_file
@@ -42,12 +39,12 @@ from loopergy.distill.data import LanguageModelCollator
 from loopergy.distill.losses import IGNORE, shift_targets
 from loopergy.distill.processes import check_sharding, shared_folder
 from loopergy.distill.teacher import resolve_teacher
+from loopergy.distill.whole_checkpoints import WholeCheckpointsTrainer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.weight_decay import decays
 
 STAGE_FILE = "stage.json"
 DATA_STATE_FILE = "data_state.json"
-_UNFINISHED = ".unfinished"
 # Fields of a config that say nothing about what the weights compute.
 _NOT_HASHED = ("transformers_version", "architectures", "dtype", "use_cache", "_name_or_path", "auto_map")
 _NOT_HASHED += ("max_position_embeddings",)
@@ -270,7 +267,7 @@ def batch_targets(batch: Mapping[str, Any]) -> torch.Tensor:
     return targets.masked_fill(~real, IGNORE)
 
 
-class StageTrainer(Trainer):
+class StageTrainer(WholeCheckpointsTrainer):
     """Train one stage; a `transformers.Trainer` that saves the student alone and resumes its data.
 
     Args:
@@ -401,26 +398,11 @@ class StageTrainer(Trainer):
             raise StageError(f"Checkpoint {resume_from_checkpoint!r} is not of this student: {wrong or 'config'}.")
         load_weights(self.student, loaded.state_dict(), resume_from_checkpoint)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint under another name and rename it when it is whole."""
-        final_dir = self.args.output_dir
-        self.args.output_dir = str(Path(final_dir) / _UNFINISHED)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.output_dir, written = final_dir, Path(self.args.output_dir)
-        name = f"checkpoint-{self.state.global_step}"
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            state = self._data_state()
-            if state is not None:
-                (written / name / DATA_STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            target = Path(final_dir) / name
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(written / name, target)
-            shutil.rmtree(written, ignore_errors=True)
-            rotate_checkpoints(final_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
-        self.accelerator.wait_for_everyone()
+    def add_to_checkpoint(self, folder: Path) -> None:
+        """Write where the data go on."""
+        state = self._data_state()
+        if state is not None:
+            (folder / DATA_STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def _data_state(self) -> dict[str, int] | None:
         """Return where the data go on, if the data can tell."""

@@ -10,8 +10,6 @@ call goes on from the last checkpoint of an interrupted run as if it had not bee
 
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -24,21 +22,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint
 
 from loopergy.conversion.folders import replace_file
+from loopergy.distill.whole_checkpoints import WholeCheckpointsTrainer
 from loopergy.modeling.weight_decay import decays
 from loopergy.tasks.task import Accuracy, Task, TokenLoss
 
 HISTORY_FILE = "history.json"
 RUN_FILE = "task_run.json"
-_UNFINISHED = ".unfinished"
 # Settings that may differ between the two halves of an interrupted run.
 _MAY_CHANGE = ("output_dir", "logging_steps", "save_steps", "eval_steps", "eval_rows", "report_to", "use_cpu")
 DECAYS = ("geometric", "cosine", "constant")
@@ -167,7 +163,7 @@ def learning_rate_share(step: int, steps: int, warmup: int, decay: str, last: fl
     return 1.0
 
 
-class TaskTrainer(Trainer):
+class TaskTrainer(WholeCheckpointsTrainer):
     """A `transformers.Trainer` that groups parameters, decays the learning rate and evaluates as a task says.
 
     Args:
@@ -220,30 +216,6 @@ class TaskTrainer(Trainer):
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler  # type: ignore[return-value]
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint under another name and rename it when it is whole, so that a kill leaves the last."""
-        final_dir, main = Path(self.args.output_dir), self.args.should_save
-        unfinished, name = final_dir / _UNFINISHED, f"checkpoint-{self.state.global_step}"
-        if main:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self.args.output_dir = str(unfinished)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.output_dir = str(final_dir)
-        self.accelerator.wait_for_everyone()
-        if self.state.best_model_checkpoint == str(unfinished / name):
-            self.state.best_model_checkpoint = str(final_dir / name)
-        if main:
-            self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))
-            shutil.rmtree(final_dir / name, ignore_errors=True)
-            os.replace(unfinished / name, final_dir / name)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(final_dir), self.args.save_total_limit, best, use_mtime=True)
-        self.accelerator.wait_for_everyone()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -35,6 +35,15 @@ def check_row_length(length: int, limit: int) -> None:
         )
 
 
+def check_vocabulary(name: str, tokens: int, known: int) -> None:
+    """Raise `ValueError` for a tokenizer of more tokens than its model has embeddings for."""
+    if tokens > known:
+        raise ValueError(
+            f"tokenizer: {name!r} has {tokens} tokens, and the teacher embeds {known}. Leave `tokenizer` out to take "
+            "the teacher's own, or give one that was made for it."
+        )
+
+
 def check_extension(length: int, present: int) -> None:
     """Raise `ValueError` for a `max_position_embeddings` below the present one."""
     if length < present:

@@ -35,7 +35,7 @@ from loopergy.conversion.folders import replace_file
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
 from loopergy.distill.calibrate import calibrate
-from loopergy.distill.checks import check_extension, check_row_length, check_trains
+from loopergy.distill.checks import check_extension, check_row_length, check_trains, check_vocabulary
 from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
@@ -186,6 +186,8 @@ class RecipeRun:
         self.processes = join_processes()
         self.teacher = resolve_teacher(teacher if teacher is not None else recipe.teacher, dtype=recipe.dtype)
         self.tokenizer = tokenizer or resolve_tokenizer(recipe.tokenizer or recipe.teacher)
+        if recipe.tokenizer is not None:
+            check_vocabulary(recipe.tokenizer, len(self.tokenizer), self.teacher.config.vocab_size)
         self.tasks = task_shares(recipe.tasks, self.tokenizer)
         evaluate = EvaluateSettings(**recipe.evaluate)
         self.held_out: HeldOut | None = None

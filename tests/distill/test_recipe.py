@@ -334,6 +334,16 @@ def test_what_a_later_stage_refuses_comes_up_before_the_first(small, changes, me
     assert done == []
 
 
+def test_a_tokenizer_of_more_tokens_than_the_teacher_embeds_is_refused(small, new_ouro, topics_tokenizer, tmp_path):
+    topics_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match=rf"tokenizer: .* has {len(topics_tokenizer)} tokens.*embeds 100"):
+        RecipeRun(
+            Recipe(teacher="tiny", tokenizer=str(tmp_path / "tokenizer"), data="offline:prose"),
+            tmp_path,
+            teacher=new_ouro(vocab_size=100),
+        )
+
+
 def test_tasks_too_long_for_a_later_stage_come_up_before_the_first(small, new_ouro, topics_tokenizer):
     teacher = new_ouro(torch.float32, vocab_size=len(topics_tokenizer))
     tasks = [{"task": "recall", "share": 0.5, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}]

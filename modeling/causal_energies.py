@@ -19,6 +19,7 @@ from transformers import initialization as init
 from transformers.activations import SiLUActivation
 
 from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.kernels.segments import is_traced
 from loopergy.modeling.tied_projection import at_hand
 
 # Queries that attend at once where weights are formed: later keys are left out, and the weights stay in the CPU cache.
@@ -213,7 +214,13 @@ class DiagonalPart:
 
 
 def interaction_scores(
-    query: torch.Tensor, keys: torch.Tensor, diagonal: DiagonalPart | None, temperature: float, rows: slice, reach: int
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    diagonal: DiagonalPart | None,
+    temperature: float,
+    rows: slice,
+    reach: int,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     r"""Return the scores \((q_i \cdot k_j + (d_k \odot x_i) \cdot c_j) / \tau\) of some queries with the first keys.
 
@@ -222,6 +229,7 @@ def interaction_scores(
         diagonal ([`DiagonalPart`], *optional*).
         temperature (`float`): tau.
         rows (`slice`), reach (`int`): which queries, and how many keys.
+        mask (*optional*): what they must not see, see [`visible_scores`].
 
     Returns:
         `torch.Tensor` of shape (B, H, rows, reach), which nothing else refers to.
@@ -229,7 +237,13 @@ def interaction_scores(
     query, keys = query[:, :, rows] / temperature, keys[:, :, :reach]
     (batch, heads, length, width), groups = query.shape, keys.shape[1]
     scores = (query.reshape(batch, groups, -1, width) @ keys.transpose(2, 3)).view(batch, heads, length, reach)
-    return scores if diagonal is None else scores.add_(diagonal.scores(rows, reach, temperature))
+    if diagonal is None:
+        return visible_scores(scores, mask)
+    shared = diagonal.scores(rows, reach, temperature)
+    if mask is None:
+        # Hidden before it is added to every head: each query sees itself, so that no row is hidden whole.
+        return scores.add_(visible_scores(shared, None))
+    return visible_scores(scores.add_(shared), mask)
 
 
 def visible_scores(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -305,13 +319,21 @@ def interaction_force(
     outputs, diagonal_parts, weights = [], [], None
     chunk = length if keep_weights else QUERY_CHUNK
     for rows, reach, part in query_chunks(length, keys.shape[2], mask, causal, chunk):
-        scores = visible_scores(interaction_scores(query, keys, diagonal, temperature, rows, reach), part)
-        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+        scores = interaction_scores(query, keys, diagonal, temperature, rows, reach, part)
+        weights = _weights(scores).to(query.dtype)
         weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
         output = weights.view(batch, groups, -1, reach) @ keys[:, :, :reach]
         outputs.append(output.view(batch, heads, weights.shape[2], -1).transpose(1, 2))
         diagonal_parts.append(diagonal.gather(weights))
     return torch.cat(outputs, dim=1), torch.cat(diagonal_parts, dim=1), weights if keep_weights else None
+
+
+def _weights(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax over the last dimension, in float32 at least; in the scores' place where that can be."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if scores.dtype == dtype and scores.device.type == "cpu" and not scores.requires_grad and not is_traced():
+        return torch.softmax(scores, dim=-1, out=scores)
+    return scores.softmax(dim=-1, dtype=dtype)
 
 
 def interaction_energy(
@@ -330,7 +352,7 @@ def interaction_energy(
     """
     energies = []
     for rows, reach, part in query_chunks(query.shape[2], keys.shape[2], mask, causal):
-        scores = visible_scores(interaction_scores(query, keys, diagonal, temperature, rows, reach), part)
+        scores = interaction_scores(query, keys, diagonal, temperature, rows, reach, part)
         energies.append(-temperature * at_least_float32(scores).logsumexp(dim=-1).sum(dim=1))
     return torch.cat(energies, dim=1)
 

@@ -21,7 +21,7 @@ class WholeCheckpointsTrainer(Trainer):
         """Write what else belongs to the checkpoint; called on the process that writes."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        final, main = Path(self.args.output_dir), self.args.should_save
+        final, main = Path(str(self.args.output_dir)), self.args.should_save
         unfinished, name = final / _UNFINISHED, f"checkpoint-{self.state.global_step}"
         if main:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -415,7 +415,7 @@ def check_filled(cache: Cache, first: int, last: int, what: str) -> None:
 
 def _tokens_held(cache: Cache, slot: int, otherwise: int) -> int:
     """Return the tokens in a slot; `otherwise` for a state that is there and does not count them."""
-    layer = cache.layers[slot] if slot < len(cache.layers) else None
+    layer: Any = cache.layers[slot] if slot < len(cache.layers) else None
     if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CountedRecurrentLayer):
         return otherwise if layer.has_previous_state[0] else 0
     return 0 if layer is None else int(layer.get_seq_length())

@@ -27,7 +27,6 @@ Source: one-shot ranking by restored layers from arXiv 2512.20569; last-loop KL 
 
 import itertools
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -237,24 +236,6 @@ def _trained_kl(
             module.load_state_dict(state)
 
 
-def _named_layers(keep: int | float | Sequence[int] | str) -> Sequence[int] | None:
-    """Return the list of layers that `keep` is; None if it says how many, or `"all"`.
-
-    Raises:
-        ValueError: A text that is neither `"all"` nor numbers with commas between them.
-    """
-    if isinstance(keep, int | float) or keep == "all":
-        return None
-    if not isinstance(keep, str):
-        return keep
-    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", keep) or "," not in keep:
-        raise ValueError(
-            f"`keep`={keep!r} is a text and not understood: give a number or a share without quotes, a list of layers "
-            f"such as [3, 7, 11], '3,7,11', or 'all'."
-        )
-    return [int(layer) for layer in keep.split(",") if layer.strip()]
-
-
 def wanted_layers(
     keep: int | float | Sequence[int] | str, strategy: str, budget_tokens: int, num_layers: int, own: Sequence[int]
 ) -> list[int]:
@@ -272,15 +253,15 @@ def wanted_layers(
         raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
     if budget_tokens and strategy != "oneshot":
         raise ValueError(f"`budget_tokens`={budget_tokens} needs strategy='oneshot', got {strategy!r}.")
-    layers = _named_layers(keep)
-    if layers is None and strategy == "given" and keep != "all":
+    wanted = parse_keep_layers(keep, num_layers)
+    count = isinstance(keep, int | float)
+    if count and strategy == "given":
         raise ValueError(f"strategy='given' needs the list of layers as `keep`, got {keep!r}.")
-    if layers is not None and strategy != "given":
+    if not count and keep != "all" and strategy != "given":
         raise ValueError(
             f"`keep`={keep!r} names layers, which strategy={strategy!r} would not keep: set strategy='given' to keep "
-            f"them, or give a number or a share of layers to choose."
+            f"them, or give a number or a share, without quotes, of layers to choose."
         )
-    wanted = parse_keep_layers(keep if layers is None else layers, num_layers)
     if len(wanted) < len(own) or (strategy in ("given", "uniform") and not set(own) <= set(wanted)):
         raise ValueError(f"The student has full attention in layers {own} already; `keep`={keep!r} must include them.")
     return wanted

@@ -117,8 +117,10 @@ class LoopedGenerationMixin(RoomyGenerationMixin):
                 f"assistant_early_exit={generation_config.assistant_early_exit} leaves out layers, which loops share. "
                 "For a draft of fewer loops pass assistant_model=, the same model loaded with num_loops=1."
             )
-        drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if self.config.kv_sharing == "last" and (drafted or generation_config.prefill_chunk_size is not None):
+        in_pieces = generation_mode == GenerationMode.ASSISTED_GENERATION
+        in_pieces = in_pieces or generation_config.prefill_chunk_size is not None
+        shared = self.config.kv_sharing == "last" and resolve_num_loops(self.config, model_kwargs.get("num_loops")) > 1
+        if shared and in_pieces:
             raise ValueError(
                 "With kv_sharing='last' a token sees those of its own call otherwise than earlier ones, so drafts "
                 "(assistant_model, prompt_lookup_num_tokens) and prefill_chunk_size would change the text. Leave them "

@@ -199,7 +199,6 @@ def test_a_budget_trains_each_candidate_before_it_is_scored(ouro, batches):
         ([1, 2], {"strategy": "uniform"}, "strategy='given'"),
         ("1,2", {"strategy": "mse"}, "strategy='given'"),
         ("1", {}, "without quotes"),
-        ("1", {"strategy": "given"}, "without quotes"),
         ("some", {}, "not understood"),
         (9, {}, "out of range"),
         (1, {"strategy": "best"}, "oneshot"),

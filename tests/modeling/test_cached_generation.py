@@ -48,6 +48,7 @@ def test_generation_refuses_what_would_draft_or_read_wrongly(make_ouro, make_lt2
     for options in pieces:
         with pytest.raises(ValueError, match="kv_sharing='last'"):
             greedy(shared, ids, 4, **options)
+        assert torch.equal(greedy(shared, ids, 4, num_loops=1, **options), greedy(teacher, ids, 4, num_loops=1))
 
 
 @pytest.mark.parametrize("fields", [{"sliding_window": 1}, {"sliding_window": 4, "loop_windows": [None, 1, 3]}])

@@ -47,12 +47,12 @@ def build(variant: str, attention: str, sizes: dict) -> torch.nn.Module:
     return CEMLlamaForCausalLM._from_config(config, attn_implementation=attention)
 
 
-def flops_per_token(variant: str, length: int, sizes: dict) -> float:
-    """Count the matrix products of a forward pass per token, at the average causal length."""
+def flops_per_token(variant: str, length: int, sizes: dict, logits: int) -> float:
+    """Count the matrix products of a forward pass per token, at the average causal length; `logits` tokens have them."""
     d, f, layers, heads = (
         sizes[f"{name}"] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     )
-    head = 2 * d * sizes["vocab_size"]
+    head = 2 * d * sizes["vocab_size"] * logits / length
     if variant == "llama":
         return layers * (8 * d * d + 2 * length * d + 6 * d * f) + head
     fields = VARIANTS[variant]
@@ -101,7 +101,8 @@ def measure_pass(sizes: dict, variants: list[str], length: int, training: bool, 
 
     rows = in_turn({name: lambda model=model: run(model) for name, model in models.items()}, repeats, "llama")
     for name, row in rows.items():
-        row["flop_ratio"] = flops_per_token(name, length, sizes) / flops_per_token("llama", length, sizes)
+        flops, of_llama = (flops_per_token(x, length, sizes, length if training else 1) for x in (name, "llama"))
+        row["flop_ratio"] = flops / of_llama
     return rows
 
 

@@ -48,7 +48,7 @@ def build(variant: str, attention: str, sizes: dict) -> torch.nn.Module:
 
 
 def flops_per_token(variant: str, length: int, sizes: dict, logits: int) -> float:
-    """Count the matrix products of a forward pass per token, at the average causal length; `logits` tokens have them."""
+    """Count the matrix products of a forward pass per token, at the average causal length; `logits` tokens get any."""
     d, f, layers, heads = (
         sizes[f"{name}"] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from loopergy.modeling.kernels.segments import is_traced
 
-# Queries, how many keys they reach, and what they may see (True where visible, (B or 1, 1, queries, reach)); None hides
-# the keys behind each query, whose own key is the last for the last one.
+# Queries, how many keys they reach, and what they may see: True where visible, (B or 1, 1, queries, reach). None hides
+# the keys behind each query; the last query's own key is then the last.
 Chunk = tuple[slice, int, Tensor | None]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.recipe_parts import LOCK_FILE
+from loopergy.distill.processes import LOCK_FILE
 from loopergy.tasks.characters import Characters
 from loopergy.tasks.listops import ListOps
 from loopergy.tasks.new_model import new_model

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
+from loopergy.configuration.checked_fields import check_alias, check_count, check_fields, with_overrides
 
 logger = logging.get_logger(__name__)
 
@@ -73,7 +74,8 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
             gradient of the energy, which a warning says.
         tie_word_embeddings (`bool`): one matrix for embeddings and head.
         cem_attention, cem_mlp (`bool`): whether attention and MLP are energy steps, or stock Llama.
-        cem_attn_steps, cem_mlp_steps (`int`): steps T of each, at least 1. `num_steps` sets both.
+        cem_attn_steps, cem_mlp_steps (`int`): steps T of each, at least 1. `num_steps` sets both,
+            and is refused beside others.
         cem_step_size (`float`): step size eta, above 0.
         cem_learn_step_size (`bool`): make eta a parameter of each sub-layer, started at `cem_step_size`.
         cem_step_size_div_steps (`bool`): take steps of eta / T, so that more steps go equally far.
@@ -149,6 +151,7 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        check_alias(self, "num_steps", kwargs.get("num_steps"), "cem_attn_steps", "cem_mlp_steps")
         super().__post_init__(**kwargs)
         if self.cem_attention and self.attention_dropout:
             logger.warning_once(
@@ -174,6 +177,15 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
         """Whether attention scores have a diagonal part, which needs u of every token."""
         return self.cem_attention and self.cem_diag != "none"
 
+    @property
+    def cache_widths(self) -> tuple[int, int, int]:
+        """What a cache slot holds of a token: heads, and the widths of a head in its two halves."""
+        heads, width = self.num_key_value_heads or 1, self.head_dim or 0
+        if self.has_diagonal:
+            return heads, width, self.hidden_size // heads
+        one_tensor = self.cem_attention and self.cem_tie_kv and self.cem_rope_values == "exact"
+        return heads, width, 0 if one_tensor else width
+
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "CEMLlamaConfig":
         """Build the config of a named size.
@@ -189,10 +201,12 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
         if name not in CEM_LLAMA_PRESETS:
             known = ", ".join(CEM_LLAMA_PRESETS)
             raise ValueError(f"Unknown preset {name!r} for CEMLlamaConfig. Known presets: {known}.")
-        return cls(**{**CEM_LLAMA_PRESETS[name], **overrides})
+        steps = ("cem_attn_steps", "cem_mlp_steps")
+        return cls(**with_overrides(CEM_LLAMA_PRESETS[name], overrides, num_steps=steps))
 
     def validate_architecture(self) -> None:
-        """Check fields against each other; each error names the field, its value and what is allowed."""
+        """Check fields, and against each other; each error names the field, its value and what is allowed."""
+        check_fields(self)
         for field, allowed in _CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be one of {', '.join(map(repr, allowed))}.")
@@ -206,10 +220,6 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
         turned = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         if turned != 1.0:
             raise ValueError(f"rope_parameters: partial_rotary_factor={turned} must be 1.0: whole heads are rotated.")
-        for field in ("cem_step_size", "cem_temperature"):
-            value = getattr(self, field)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{field}={value} must be a finite number above 0.")
         if self.cem_attention:
             self._validate_attention()
 
@@ -233,17 +243,15 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
             )
 
 
-def check_num_steps(num_steps: int | None) -> None:
-    """Check a step count given at call time; `None` means the config's.
+def check_num_steps(num_steps: Any) -> int | None:
+    """Return a step count given at call time; `None` means the config's.
 
     Raises:
         ValueError: if `num_steps` is not a whole number of at least 1.
     """
-    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1):
-        raise ValueError(
-            f"num_steps={num_steps!r}: the number of energy steps must be a whole number of at least 1; leave it out "
-            "to use the config's cem_attn_steps and cem_mlp_steps."
-        )
+    if num_steps is None:
+        return None
+    return check_count("num_steps", num_steps, "the config's cem_attn_steps and cem_mlp_steps")
 
 
 __all__ = ["CEM_LLAMA_PRESETS", "CEMLlamaConfig", "check_num_steps"]

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
+from loopergy.configuration.checked_fields import check_fields
 
 RECURRENCES = ("none", "sequential", "parallel")
 
@@ -116,7 +117,8 @@ class GPTBaselineConfig(AdapterTargets, PreTrainedConfig):
         return cls(**{**GPT_BASELINE_PRESETS[name], **overrides})
 
     def validate_architecture(self) -> None:
-        """Check fields against each other; each error names the field, its value and what is allowed."""
+        """Check fields, and against each other; each error names the field, its value and what is allowed."""
+        check_fields(self)
         if self.recurrence not in RECURRENCES:
             raise ValueError(f"recurrence={self.recurrence!r} must be one of {', '.join(map(repr, RECURRENCES))}.")
         if self.num_attention_heads > self.hidden_size:
@@ -124,14 +126,6 @@ class GPTBaselineConfig(AdapterTargets, PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} is more than hidden_size={self.hidden_size}: heads "
                 "would have no width."
             )
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ValueError(
-                f"intermediate_size={self.intermediate_size} must be at least 1; None means 4 * hidden_size."
-            )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"layer_norm_eps={self.layer_norm_eps} must be above 0.")
 
 
 __all__ = ["GPT_BASELINE_PRESETS", "GPTBaselineConfig"]

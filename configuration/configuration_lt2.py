@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
+from loopergy.configuration.checked_fields import check_fields
 from loopergy.configuration.layer_patterns import parse_layer_mixers, parse_loop_windows
 from loopergy.configuration.linear_fields import LINEAR_MIXERS, fill_linear_fields, validate_linear
 from loopergy.configuration.looped_config import FULL, INDEXED, POOLED, RECURRENT, SLIDING, LoopedConfigMixin
@@ -170,7 +171,7 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     layer_mixers: list[str] | str = "gdn*4,full"
     sliding_window: int = interval(min=1)(default=2048)
     loop_windows: list | str | None = None
-    num_attention_heads: int = 16
+    num_attention_heads: int = interval(min=1)(default=16)
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     attention_bias: bool = False
@@ -325,7 +326,8 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
         return (FULL, None) if window is None else (SLIDING, window)
 
     def validate_architecture(self) -> None:
-        """Check fields against each other; each error names the field, its value and what is allowed."""
+        """Check fields, and against each other; each error names the field, its value and what is allowed."""
+        check_fields(self)
         choices = {
             "block_style": ("pre", "sandwich"),
             "norm_cast": ("before_weight", "after_weight"),

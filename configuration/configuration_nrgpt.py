@@ -13,6 +13,7 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
+from loopergy.configuration.checked_fields import check_alias, check_count, check_fields, with_overrides
 
 logger = logging.get_logger(__name__)
 
@@ -135,7 +136,13 @@ class NRGPTConfig(AdapterTargets, PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        check_alias(self, "num_steps", kwargs.get("num_steps"), "num_hidden_layers")
         super().__post_init__(**kwargs)
+
+    @property
+    def cache_widths(self) -> tuple[int, int, int]:
+        """What a cache slot holds of a token: heads, and the widths of a head in its two halves."""
+        return 1, self.hidden_size, 0
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "NRGPTConfig":
@@ -149,29 +156,18 @@ class NRGPTConfig(AdapterTargets, PreTrainedConfig):
         """
         if name not in NRGPT_PRESETS:
             raise ValueError(f"Unknown preset {name!r} for NRGPTConfig. Known presets: {', '.join(NRGPT_PRESETS)}.")
-        return cls(**{**NRGPT_PRESETS[name], **overrides})
+        return cls(**with_overrides(NRGPT_PRESETS[name], overrides, num_steps=("num_hidden_layers",)))
 
     def __setattr__(self, key: str, value: Any) -> None:
         # Set under the field's own name, so that the field's checks see it.
         super().__setattr__(self.attribute_map.get(key, key), value)
 
     def validate_architecture(self) -> None:
-        """Check fields against each other; each error names the field, its value and what is allowed."""
+        """Check fields, and against each other; each error names the field, its value and what is allowed."""
+        check_fields(self)
         for field, allowed in (("ff_energy", FF_ENERGIES), ("eta_type", ETA_TYPES), ("norm_type", NORM_TYPES)):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be one of {', '.join(map(repr, allowed))}.")
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ValueError(
-                f"intermediate_size={self.intermediate_size} must be at least 1; None means 4 * hidden_size."
-            )
-        if not self.attention_beta > 0:
-            raise ValueError(f"attention_beta={self.attention_beta} must be above 0: it is an inverse temperature.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if not self.layer_norm_eps > 0:
-            raise ValueError(f"layer_norm_eps={self.layer_norm_eps} must be above 0.")
-        if self.stop_tolerance is not None and not self.stop_tolerance >= 0:
-            raise ValueError(f"stop_tolerance={self.stop_tolerance} must be at least 0, or None to run all steps.")
         if self.tangent_projection and self.norm_type == "none":
             raise ValueError(
                 "tangent_projection=True needs a norm: it takes away what the norm does not see, and norm_type='none' "
@@ -179,19 +175,15 @@ class NRGPTConfig(AdapterTargets, PreTrainedConfig):
             )
 
 
-def resolve_num_steps(config: Any, num_steps: int | None) -> int:
-    """Check a step count given at call time; `None` means the config's.
+def resolve_num_steps(config: Any, num_steps: Any) -> int:
+    """Return a step count given at call time; `None` means the config's.
 
     Raises:
         ValueError: if `num_steps` is not a whole number of at least 1.
     """
     if num_steps is None:
         return config.num_hidden_layers
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(
-            f"num_steps={num_steps!r}: the number of steps must be a whole number of at least 1; leave it out to use "
-            f"the config's {config.num_hidden_layers}."
-        )
+    num_steps = check_count("num_steps", num_steps, f"the config's {config.num_hidden_layers}")
     if num_steps > config.num_hidden_layers and not torch.compiler.is_compiling():
         logger.warning_once(
             f"num_steps={num_steps} is more than the {config.num_hidden_layers} of the config. The energy may go on "

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
+from loopergy.configuration.checked_fields import check_alias, check_fields, with_overrides
 from loopergy.configuration.looped_config import FULL, LoopedConfigMixin
 
 logger = logging.get_logger(__name__)
@@ -112,7 +113,7 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     early_exit_step: int | None = None
     training_loss: str = "mixture"
     kv_sharing: str = "none"
-    num_attention_heads: int = 16
+    num_attention_heads: int = interval(min=1)(default=16)
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
@@ -140,6 +141,7 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
             self.sliding_window = None
         if self.layer_types is None:
             self.layer_types = [FULL] * self.num_hidden_layers
+        check_alias(self, "num_loops", kwargs.get("num_loops"), "total_ut_steps")
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -151,7 +153,7 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
         """
         if name not in OURO_PRESETS:
             raise ValueError(f"Unknown preset {name!r} for OuroConfig. Known presets: {', '.join(OURO_PRESETS)}.")
-        return cls(**{**OURO_PRESETS[name], **overrides})
+        return cls(**with_overrides(OURO_PRESETS[name], overrides, num_loops=("total_ut_steps",)))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -174,7 +176,8 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
         return FULL, None
 
     def validate_architecture(self) -> None:
-        """Check fields against each other; each error names the field, its value and what is allowed."""
+        """Check fields, and against each other; each error names the field, its value and what is allowed."""
+        check_fields(self)
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="

@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from loopergy.configuration.checked_fields import check_count
+
 logger = logging.get_logger(__name__)
 
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "looped_recurrent"
@@ -134,18 +136,14 @@ def warn_beyond_trained(num_loops: int, trained: int) -> None:
         )
 
 
-def resolve_num_loops(config: LoopedConfigMixin, num_loops: int | None) -> int:
-    """Check a loop count given at call time; `None` means the config's.
+def resolve_num_loops(config: LoopedConfigMixin, num_loops: Any) -> int:
+    """Return a loop count given at call time; `None` means the config's.
 
     Raises:
         ValueError: if `num_loops` is not a whole number of at least 1.
     """
     if num_loops is None:
         return config.num_loops
-    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
-        raise ValueError(
-            f"num_loops={num_loops!r}: the number of loops must be a whole number of at least 1; "
-            f"leave it out to use the config's {config.num_loops}."
-        )
+    num_loops = check_count("num_loops", num_loops, f"the config's {config.num_loops}")
     warn_beyond_trained(num_loops, config.num_loops)
     return num_loops

@@ -52,8 +52,6 @@ def validate_dsa(config: Any) -> None:
         raise ValueError(
             f"dsa_index_head_dim={config.dsa_index_head_dim} must be even: the lightning indexer turns pairs of it."
         )
-    if config.dsa_indexer_loss_weight < 0:
-        raise ValueError(f"dsa_indexer_loss_weight={config.dsa_indexer_loss_weight} must not be negative.")
     if config.dsa_dense_warmup and config.dsa_indexer_loss_weight == 0:
         raise ValueError(
             "dsa_dense_warmup=True attends to all tokens while the indexer learns, but dsa_indexer_loss_weight=0 "

@@ -6,14 +6,15 @@ others are assigned.
 """
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 import torch
 from transformers import PreTrainedModel
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion.mixer_starts import FIXED_STARTS, Rule
-from loopergy.conversion.weight_maps import ConversionError, WeightMap, layer_of
+from loopergy.conversion.weight_maps import ConversionError, WeightMap, layer_of, list_names
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 
@@ -29,6 +30,31 @@ def empty_student(config: LT2Config, dtype: torch.dtype) -> LT2ForCausalLM:
     """
     with torch.device("meta"):
         return LT2ForCausalLM._from_config(config, dtype=dtype, attn_implementation=config._attn_implementation)
+
+
+def check_tensors(have: Iterable[str], config: LT2Config, optional: str = "") -> set[str]:
+    """Check that a checkpoint has the tensors of the LT2 that its config describes, and no others.
+
+    Args:
+        have (`Iterable[str]`): Names of its tensors, as LT2 has them.
+        config (`LT2Config`): Read off the checkpoint.
+        optional (`str`): A pattern of names that may be missing.
+
+    Returns:
+        `set[str]`: The optional ones that are.
+
+    Raises:
+        ConversionError: With the names that are missing or too many.
+    """
+    names, want = set(have), set(empty_student(config, torch.float32).state_dict())
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    missing, strange = want - names - tied, names - want
+    left_out = {name for name in missing if re.fullmatch(optional, name)}
+    problems = {"it lacks": missing - left_out, "it has, and LT2 has not,": strange}
+    text = "; ".join(f"{what} {list_names(found)}" for what, found in problems.items() if found)
+    if text:
+        raise ConversionError(f"the checkpoint's tensors are not those of its config: {text}")
+    return left_out
 
 
 def fresh_tensors(model: LT2ForCausalLM, rules: list[Rule], seed: int) -> dict[str, torch.Tensor]:

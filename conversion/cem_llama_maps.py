@@ -10,6 +10,7 @@ One step without diagonal, with plain RoPE values, is a Llama layer with
 P and eta fold into the output matrices. Rotated values, a diagonal and further steps have no place in a Llama.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +36,9 @@ def cem_to_llama(model: CEMLlamaForCausalLM) -> LlamaForCausalLM:
     """Export a CEM-Llama as a stock Llama with equal outputs, where there is one.
 
     Args:
-        model ([`CEMLlamaForCausalLM`]): CEM sub-layers take one step; CEM attention has no diagonal, and plain RoPE
-            values. Preconditioners, step sizes, temperatures, untied matrices and biases may be any.
+        model ([`CEMLlamaForCausalLM`]): CEM sub-layers take one step, not through the norm's Jacobian; CEM attention
+            has no diagonal, and plain RoPE values. Preconditioners, step sizes, temperatures, untied matrices and
+            biases may be any.
 
     Returns:
         `LlamaForCausalLM`: of the same type and device, in eval mode. It has v_proj, o_proj and down_proj of its own:
@@ -44,13 +46,14 @@ def cem_to_llama(model: CEMLlamaForCausalLM) -> LlamaForCausalLM:
 
     Raises:
         ConversionError: if no Llama computes the same; the text names each field that stands in the way and what would
-            have to change.
+            have to change. Also for a model with adapters.
     """
+    _check_merged(model)
     config = model.config
     obstacles = list(_obstacles(config))
     if obstacles:
         raise ConversionError("no stock Llama computes what this CEM-Llama does:\n- " + "\n- ".join(obstacles))
-    llama = _empty(LlamaForCausalLM, LlamaConfig(**{name: getattr(config, name) for name in _SHARED}), model)
+    llama = _empty(LlamaForCausalLM, LlamaConfig(**_shared_fields(config)), model)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".layers." not in name}
     layers: list[Any] = list(model.model.layers)
     for index, layer in enumerate(layers):
@@ -85,13 +88,14 @@ def llama_to_cem(
         [`CEMLlamaForCausalLM`]: one step, plain RoPE values, no diagonal; of the same type and device, in eval mode.
 
     Raises:
-        ConversionError: if the weights are not tied, with the first layer and matrix that differ and by how much.
+        ConversionError: if the weights are not tied, with the first layer and matrix that differ and by how much. Also
+            for a model with adapters.
     """
-    fields = {name: getattr(model.config, name) for name in _SHARED}
+    _check_merged(model)
     layers: list[Any] = list(model.model.layers)
     form = _mlp_form(layers, tolerance) if cem_mlp else "tied"
     config = CEMLlamaConfig(
-        **fields,
+        **_shared_fields(model.config),
         cem_attention=cem_attention,
         cem_mlp=cem_mlp,
         cem_diag="none",
@@ -122,8 +126,25 @@ def llama_to_cem(
     return _loaded(_empty(CEMLlamaForCausalLM, config, model), state, model)
 
 
+def _shared_fields(config: Any) -> dict[str, Any]:
+    return {name: copy.deepcopy(getattr(config, name)) for name in _SHARED}
+
+
+def _check_merged(model: Any) -> None:
+    """Refuse a model with adapters, whose layers are not the ones whose weights are copied."""
+    if hasattr(model, "peft_config"):
+        raise ConversionError(
+            f"{type(model).__name__} has adapters: merge them first, with model.merge_and_unload() of a peft model."
+        )
+
+
 def _obstacles(config: CEMLlamaConfig) -> Iterator[str]:
     """Say what a Llama cannot do, and what to change."""
+    if config.cem_norm_mode == "exact_jacobian" and (config.cem_attention or config.cem_mlp):
+        yield (
+            "cem_norm_mode='exact_jacobian': a Llama does not pull its update back through the norm. Train with "
+            "cem_norm_mode='once'."
+        )
     if config.cem_attention:
         if config.cem_attn_steps != 1:
             yield f"cem_attn_steps={config.cem_attn_steps}: a Llama layer takes one step. Load with num_steps=1."
@@ -215,5 +236,5 @@ def _empty(kind: type[nn.Module], config: LlamaConfig | CEMLlamaConfig, like: An
 def _loaded(model: Any, state: dict[str, torch.Tensor], like: Any) -> Any:
     """Fill all tensors, by copy; take over the generation config."""
     model.load_state_dict(state)
-    model.generation_config = like.generation_config
+    model.generation_config = copy.deepcopy(like.generation_config)
     return model.eval()

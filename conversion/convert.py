@@ -30,9 +30,11 @@ from loopergy.conversion.families import (
     parse_keep_layers,
     student_config,
 )
-from loopergy.conversion.folders import TOKENIZER_FILES, new_folder
+from loopergy.conversion.folders import TOKENIZER_FILES, check_new_folder, new_folder
+from loopergy.conversion.public_names import public_name
 from loopergy.conversion.report import REPORT_FILE, ConversionReport, TensorRecord, dtype_name
 from loopergy.conversion.weight_maps import ConversionError, WeightMap, weight_map
+from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 _ATTENTION_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
@@ -75,12 +77,13 @@ class Conversion:
             FileExistsError: If the folder holds something and `overwrite` is False.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        with new_folder(folder, overwrite=overwrite) as unfinished:
+        target = check_new_folder(folder, overwrite=overwrite)
+        with new_folder(target, overwrite=overwrite) as unfinished:
             self.model.save_pretrained(unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             self.report.to_json(unfinished / REPORT_FILE)
-        return Path(folder).expanduser()
+        return target
 
 
 def convert(
@@ -106,7 +109,8 @@ def convert(
             `"kda"`, `"deltanet"`, `"mamba2"`, `"hgrn2"`, `"retnet"`, `"gla"`, `"la"`, `"nsa"`, `"dsa"`); a pattern
             over these layers such as `"gdn*3,dsa"`; one name for each of them; or a mapping from layer to name.
         seed (`int`): Seed of the fresh tensors; 0 by default. The global random state is not touched.
-        dtype (`torch.dtype` or `str`, *optional*): dtype of the student; the teacher's by default.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of the student: float32, bfloat16, float16 or float64; the
+            teacher's by default.
         revision (`str`, *optional*): Revision of a Hub id.
         verify (`bool`, *optional*): Compare the logits of teacher and student with all layers kept on a few random
             tokens (two forward passes, no memory for weights). By default done for all model types but `ouro` and
@@ -122,7 +126,8 @@ def convert(
 
     Raises:
         ConversionError: If the teacher is not supported, or if a tensor is left over, missing or does not fit.
-        ValueError: For wrong layers, mixer or options.
+        ValueError: For wrong layers, mixer, dtype or options.
+        FileNotFoundError: If the teacher is neither on this machine nor on the Hub.
 
     Example:
         >>> import loopergy
@@ -136,7 +141,7 @@ def convert(
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}; allowed: a whole number")
-    dtype = _dtype(dtype)
+    dtype = checked_dtype(dtype)
     model, source = load_teacher(teacher, dtype=dtype, revision=revision)
     check_teacher(model)
     config = student_config(model.config, keep_layers, mixer, **mixer_options)
@@ -161,7 +166,7 @@ def convert(
             repair_special_tokens(student.generation_config)
     report = ConversionReport(
         teacher={
-            "source": source,
+            "source": public_name(source),
             "model_type": model.config.model_type,
             "class": type(model).__name__,
             "parameters": model.num_parameters(),
@@ -330,14 +335,3 @@ def _load_tokenizer(source: str, config: LT2Config, revision: str | None) -> Pre
         for name in ("bos_token", "eos_token", "pad_token"):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(getattr(config, f"{name}_id")))
     return tokenizer
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    named = getattr(torch, dtype, None)
-    if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise ValueError(
-            f"dtype={dtype!r} is not a floating-point dtype; allowed: 'float32', 'bfloat16', 'float16', ..."
-        )
-    return named

@@ -6,7 +6,6 @@ norms, one loop). A teacher outside is refused here, by a text that names the fe
 """
 
 import copy
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -14,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_ouro import repair_special_tokens
 from loopergy.configuration.layer_patterns import parse_layer_mixers
-from loopergy.conversion.weight_maps import ConversionError, list_names
+from loopergy.conversion.weight_maps import ConversionError
+from loopergy.conversion.whole_loading import existing_source, load_whole, read_config
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 
 # Model types whose computation is known to be ours; other lookalikes are compared with the student when converted.
@@ -133,7 +133,7 @@ def load_teacher(
         `tuple[PreTrainedModel, str]`: The model, and `"memory"` or the folder, file or Hub id it was loaded from.
 
     Raises:
-        ConversionError: If the object is no transformers model, or if its checkpoint lacks tensors or has extra ones.
+        ConversionError: If the object is no transformers model, or as [`load_whole`].
         FileNotFoundError: If there is no such folder or file, nor a model of that name on the Hub.
     """
     if isinstance(teacher, torch.nn.Module):
@@ -144,42 +144,12 @@ def load_teacher(
                 "wrapper, `merge_and_unload()` of an adapter), a folder, or a Hub id"
             )
         return inner, "memory"
-    source = os.path.expanduser(str(teacher))
-    packed = source.endswith(".gguf")
-    location, missing = str(Path(source).parent) if packed else source, not Path(source).exists()
-    # No name on the Hub, of which a .gguf file may be a part: OWNER/NAME/FILE.gguf.
-    if missing and (location.count("/") > 1 or source[0] in "/." or (packed and Path(location).exists())):
-        raise FileNotFoundError(f"There is no folder or file {source!r} to load a model from.")
-    options: dict[str, Any] = {"output_loading_info": True, "revision": revision or "main"}
-    if dtype is not None:
-        options["dtype"] = dtype
-    loader: Any = AutoModelForCausalLM
-    if packed:
-        options.update(gguf_file=Path(source).name, quantization_config=GgufConfig(dequantize=True))
-        options.setdefault("dtype", torch.float32)
-    elif _model_type(location, revision, missing) == "ouro":
-        # Straight to our class: the checkpoint's remote code must not be asked for.
-        loader = OuroForCausalLM
-    loaded: Any = loader.from_pretrained(location, **options)
-    model, info = loaded
-    faults = {
-        kind: info.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)
-    }
-    if faults:
-        listed = "; ".join(f"{kind}: {list_names(str(key) for key in keys)}" for kind, keys in faults.items())
-        raise ConversionError(f"the checkpoint {source!r} does not fit its own config: {listed}")
-    return model, source
-
-
-def _model_type(location: str, revision: str | None, missing: bool) -> str | None:
-    try:
-        return PreTrainedConfig.get_config_dict(location, revision=revision)[0].get("model_type")
-    except OSError as error:
-        if not missing:
-            raise
-        raise FileNotFoundError(
-            f"{location!r} is no folder here, and the Hub did not give a model of that name: {error}"
-        ) from error
+    source = existing_source(teacher, revision)
+    # Straight to our class: the checkpoint's remote code must not be asked for.
+    ouro = read_config(source, revision).get("model_type") == "ouro"
+    return load_whole(
+        OuroForCausalLM if ouro else AutoModelForCausalLM, source, dtype=dtype, revision=revision
+    ), source
 
 
 def check_teacher(teacher: PreTrainedModel) -> None:
@@ -189,6 +159,7 @@ def check_teacher(teacher: PreTrainedModel) -> None:
         ConversionError: With the feature that is not supported.
     """
     config, kind = teacher.config, type(teacher).__name__
+    _check_family(config)
     if not is_plain(teacher):
         raise ConversionError(
             f"the teacher ({kind}) has quantised or sharded weights, which cannot be copied; load it whole and "
@@ -216,6 +187,14 @@ def check_teacher(teacher: PreTrainedModel) -> None:
         )
 
 
+def _check_family(config: PreTrainedConfig) -> None:
+    if config.model_type == "lt2":
+        raise ConversionError(
+            "an LT2 is no teacher: its layers have mixers of their own already; convert the Ouro or Llama that it was "
+            "made from, or give layers their attention back with restore_layers"
+        )
+
+
 def check_teacher_config(config: PreTrainedConfig) -> None:
     """Refuse a config that asks for a computation other than Ouro's or Llama's.
 
@@ -224,6 +203,7 @@ def check_teacher_config(config: PreTrainedConfig) -> None:
     """
     if config.model_type == "ouro":
         return
+    _check_family(config)
     problems = [text for pattern, text in _UNSUPPORTED_TYPES.items() if re.match(pattern, config.model_type)]
     for field, (harmless, text) in _UNSUPPORTED_FIELDS.items():
         value = getattr(config, field, None)
@@ -275,29 +255,36 @@ def parse_keep_layers(keep_layers: Sequence[int] | str | int | float, num_layers
             range.
     """
     allowed = f"allowed: different layers in 0..{num_layers - 1}, a count 0..{num_layers}, a share 0.0..1.0, or 'all'"
-    refusal = f"keep_layers={keep_layers!r}: {{}}; {allowed}"
+    given = keep_layers
+
+    def refusal(reason: str) -> ValueError:
+        return ValueError(f"keep_layers={given!r}: {reason}; {allowed}")
+
     if isinstance(keep_layers, str):
         if keep_layers.strip() == "all":
             return list(range(num_layers))
         try:
-            keep_layers = [int(part) for part in keep_layers.split(",") if part.strip()]
+            named = [int(part) for part in keep_layers.split(",") if part.strip()]
         except ValueError:
-            raise ValueError(refusal.format("not understood")) from None
+            raise refusal("not understood") from None
+        if not named:
+            raise refusal("names no layer; [] (--keep-layers none) keeps none")
+        keep_layers = named
     if isinstance(keep_layers, bool):
-        raise ValueError(refusal.format("not understood"))
+        raise refusal("not understood")
     if isinstance(keep_layers, (int, float)):
         share = isinstance(keep_layers, float)
         if not 0 <= keep_layers <= (1 if share else num_layers):
-            raise ValueError(refusal.format("out of range"))
+            raise refusal("out of range")
         count = int(num_layers * keep_layers + 0.5) if share else int(keep_layers)
         return [(i + 1) * num_layers // count - 1 for i in range(count)]
     layers = list(keep_layers)
     if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
-        raise ValueError(refusal.format("layers are whole numbers"))
+        raise refusal("layers are whole numbers")
     if outside := sorted(layer for layer in layers if not 0 <= layer < num_layers):
-        raise ValueError(refusal.format(f"{outside} out of range"))
+        raise refusal(f"{outside} out of range")
     if twice := sorted({layer for layer in layers if layers.count(layer) > 1}):
-        raise ValueError(refusal.format(f"{twice} given twice"))
+        raise refusal(f"{twice} given twice")
     return sorted(layers)
 
 
@@ -422,7 +409,9 @@ def _options(mixers: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
 def _check_fit(mixers: Sequence[str], values: Mapping[str, Any]) -> None:
     """Refuse what a mixer cannot take over from the teacher, or lacks."""
     if "window" in mixers and not values.get("sliding_window"):
-        raise ValueError('mixer="window" needs sliding_window=<tokens>, e.g. convert(..., sliding_window=512)')
+        raise ValueError(
+            'mixer="window" needs sliding_window=<tokens>, e.g. sliding_window=512 (--set sliding_window=512)'
+        )
     bare = sorted(set(mixers) & set(_WITHOUT_BIAS))
     if bare and values.get("attention_bias"):
         raise ConversionError(

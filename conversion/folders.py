@@ -1,7 +1,9 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Write folders and files so that they are there whole or not at all, and find what lies beside a model's weights."""
 
+import glob
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -9,20 +11,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def check_new_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Return `folder` as a path if it may be written, before hours are spent on its content.
+    """Return where a folder will be if it may be written, before hours are spent on its content.
+
+    Args:
+        folder (`str` or `Path`): Its name; `~` and links are followed.
+        overwrite (`bool`): Whether a folder that holds something may be replaced.
+
+    Returns:
+        `Path`: The final place, absolute.
 
     Raises:
-        FileExistsError: If it is a file, or holds something and `overwrite` is False.
+        FileExistsError: If it, or what it lies in, is a file; if it holds something and `overwrite` is False.
+        ValueError: If it holds something and cannot be replaced: a mount point, the current folder or one above it.
     """
-    target = Path(folder).expanduser()
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; give the name of a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"{target} is not empty; give another folder or overwrite=True")
+    # Not `Path.resolve`, which fails for links in a circle.
+    target = Path(os.path.realpath(Path(folder).expanduser()))
+    for place in (target, *target.parents):
+        if place.exists() and not place.is_dir():
+            raise FileExistsError(f"{place} is a file; give the name of a folder")
+    if not target.is_dir() or not any(target.iterdir()):
+        return target
+    if not overwrite:
+        raise FileExistsError(f"{target} is not empty; give another folder or overwrite=True (--overwrite)")
+    if os.path.ismount(target) or Path.cwd().is_relative_to(target):
+        raise ValueError(
+            f"{target} holds something and cannot be replaced: it is a mount point, or the current folder or one "
+            "above it; give another folder, or one inside it"
+        )
     return target
 
 
@@ -31,22 +54,29 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """Give a temporary folder to write to, and put it in the place of `folder` when the block ends without an error.
 
     Args:
-        folder (`str` or `Path`): The final name.
+        folder (`str` or `Path`): The final name; `check_new_folder` says where that is.
         overwrite (`bool`): Replace a folder that holds something. It is replaced as a whole.
 
     Yields:
-        `Path`: A hidden folder beside the final one, removed if the block raises.
+        `Path`: A hidden folder beside the final one, or in it if that is a mount point; removed if the block raises.
+            A final folder that is there and empty is filled, not replaced: it may be somebody's current one.
 
     Raises:
-        FileExistsError: If `folder` is a file, or holds something and `overwrite` is False.
+        FileExistsError, ValueError: As `check_new_folder`.
     """
     target = check_new_folder(folder, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _mention_leftovers(target)
     mark = uuid.uuid4().hex[:8]
-    unfinished = target.with_name(f".{target.name}.unfinished-{mark}")
+    unfinished = (target if os.path.ismount(target) else target.parent) / f".{target.name}.unfinished-{mark}"
     unfinished.mkdir()
     try:
         yield unfinished
+        if target.is_dir() and set(target.iterdir()) <= {unfinished}:
+            # What makes a folder a model comes last.
+            for part in sorted(unfinished.iterdir(), key=lambda part: part.name == "config.json"):
+                shutil.move(part, target)
+            return
         # Looked at once more: the block may have taken hours.
         check_new_folder(target, overwrite=overwrite)
         if target.exists():
@@ -60,6 +90,14 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _mention_leftovers(target: Path) -> None:
+    """Say what runs that were killed may have left of this folder; one that still writes looks the same."""
+    found = target.parent.glob(f".{glob.escape(target.name)}.*-*")
+    left = sorted(str(path) for path in found if re.search(r"\.(unfinished|replaced)-[0-9a-f]{8}$", path.name))
+    if left:
+        logger.warning(f"left by a run that was killed, unless one is writing there now; remove it: {', '.join(left)}")
+
+
 def replace_file(file: str | Path, text: str) -> Path:
     """Write a text file, in the place of an old one in one step; folders above it are made.
 
@@ -69,20 +107,29 @@ def replace_file(file: str | Path, text: str) -> Path:
 
     Returns:
         `Path`: The file.
+
+    Raises:
+        IsADirectoryError: If it is a folder.
     """
-    file = Path(file)
+    file = Path(file).expanduser()
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder; give the name of a file")
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
+    unfinished = file.with_name(f".{file.name}.unfinished-{uuid.uuid4().hex[:8]}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return file
 
 
-def saved_tokenizer(source: str | Path) -> Any:
+def saved_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     """Return the tokenizer beside a model's weights, or None if there is none.
 
     Args:
         source (`str` or `Path`): Folder or Hub id.
+        revision (`str`, *optional*): Of a Hub id.
 
     Raises:
         Exception: As `AutoTokenizer` does, for a folder whose tokenizer files cannot be read.
@@ -93,7 +140,7 @@ def saved_tokenizer(source: str | Path) -> Any:
         found = any((Path(source) / name).exists() for name in TOKENIZER_FILES)
         return AutoTokenizer.from_pretrained(source) if found else None
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, revision=revision or "main")
     except (OSError, ValueError):
         # Many repositories hold weights alone.
         return None

@@ -22,13 +22,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion.assemble import empty_student, fill
+from loopergy.configuration.looped_config import warn_beyond_trained
+from loopergy.conversion.assemble import check_tensors, empty_student, fill
+from loopergy.conversion.config_fields import check_fields
 from loopergy.conversion.mixer_starts import MapFacts
-from loopergy.conversion.weight_maps import ConversionError, WeightMap, list_names
+from loopergy.conversion.tensor_files import check_whole_numbers
+from loopergy.conversion.weight_maps import ConversionError, WeightMap
+from loopergy.conversion.whole_loading import checked_dtype, existing_source, read_config
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 MODEL_TYPE = "student"
@@ -56,38 +59,52 @@ _SECOND_NORM = "model.layers.0.input_layernorm_2.weight"
 _GATE = "model.early_exit_gate.weight"
 
 
-def is_hybrid_student(source: str | Path) -> bool:
-    """Say whether a folder or Hub id holds a student of the hybrid-distillation code."""
-    if not Path(source).is_dir() and (Path(source).exists() or "/" not in str(source)):
+def is_hybrid_student(source: str | Path, revision: str | None = None) -> bool:
+    """Say whether a folder or Hub id holds a student of the hybrid-distillation code.
+
+    Raises:
+        FileNotFoundError: If it is neither here nor on the Hub, as [`read_config`].
+    """
+    place = Path(source).expanduser()
+    possible = (place / "config.json").is_file() if place.exists() else "/" in str(source)
+    if not possible:
         return False
-    try:
-        found, _ = PreTrainedConfig.get_config_dict(str(source))
-    except OSError:
-        return False
-    return found.get("model_type") == MODEL_TYPE
+    return read_config(source, revision).get("model_type") == MODEL_TYPE
 
 
-def lt2_from_student(source: str | Path, **fields: Any) -> LT2ForCausalLM:
+def lt2_from_student(
+    source: str | Path, *, dtype: torch.dtype | str | None = None, revision: str | None = None, **fields: Any
+) -> LT2ForCausalLM:
     """Load a student of the hybrid-distillation code.
 
     Args:
         source (`str` or `Path`): Folder or Hub id, with `config.json` and safetensors.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of the model; the checkpoint's by default.
+        revision (`str`, *optional*): Of a Hub id.
         fields: Fields of `LT2Config` that replace those read, such as `num_loops` if the config does not say it.
 
     Returns:
-        `LT2ForCausalLM`: In eval mode, in the checkpoint's dtype.
+        `LT2ForCausalLM`: In eval mode.
 
     Raises:
         ConversionError: For a student that LT2 cannot be, or tensors that it does not have; the text names them.
+        ValueError: For another dtype than a floating-point one, or a field that the config does not have.
         OSError: If a file is missing.
     """
-    found, _ = PreTrainedConfig.get_config_dict(str(source))
-    state = _rename(_read_tensors(str(source)))
+    check_fields(LT2Config, fields)
+    dtype = checked_dtype(dtype)
+    found = read_config(source, revision)
+    if found.get("model_type") != MODEL_TYPE:
+        raise ConversionError(
+            f"{source} is of type {found.get('model_type')!r}, not {MODEL_TYPE!r}: no student of hybrid-distillation"
+        )
+    state = _rename(_read_tensors(existing_source(source), revision))
     config = student_lt2_config(found, state, **fields)
+    warn_beyond_trained(config.num_loops, config.num_trained_loops or config.num_loops)
     state |= _zero_biases(state, config)
     names = [*state, *(["lm_head.weight"] if config.tie_word_embeddings else [])]
     weights = WeightMap.identity(dict.fromkeys(names), MapFacts.from_config(config))
-    dtype = state["model.embed_tokens.weight"].dtype
+    dtype = dtype or state["model.embed_tokens.weight"].dtype
     return fill(empty_student(config, dtype), weights, state, seed=0, device=torch.device("cpu"), share=True)
 
 
@@ -107,6 +124,8 @@ def student_lt2_config(found: Mapping[str, Any], state: Mapping[str, torch.Tenso
     """
     if found.get("qk_norm"):
         raise ConversionError("qk_norm=True: norms of queries and keys are not supported")
+    optional = ("num_kv_heads", "window_size", "num_loops", "total_ut_steps")
+    check_whole_numbers(found, ("num_hidden_layers", "num_heads"), optional)
     try:
         layers, heads = found["num_hidden_layers"], found["num_heads"]
         vocabulary, width = state["model.embed_tokens.weight"].shape
@@ -122,13 +141,15 @@ def student_lt2_config(found: Mapping[str, Any], state: Mapping[str, torch.Tenso
     values: dict[str, Any] = dict(STUDENTS[name][1]) if name in STUDENTS else {}
     for mixer in {"gdn", "gla"} & set(mixers):
         values |= {f"{mixer}_num_heads": heads, f"{mixer}_head_dim": head_dim, f"{mixer}_expand_v": 1}
+    loops = found.get("num_loops") or found.get("total_ut_steps")
     rotary = found.get("rope_parameters") or {"rope_theta": found.get("rope_theta") or 10_000.0}
     values |= {
         "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "num_loops": found.get("num_loops") or found.get("total_ut_steps") or 1,
+        "num_loops": loops or 1,
+        "num_trained_loops": loops,
         "num_attention_heads": heads,
         "num_key_value_heads": found.get("num_kv_heads") or heads,
         "head_dim": head_dim,
@@ -166,13 +187,13 @@ def _mixers(found: Mapping[str, Any], layers: int) -> list[str]:
     return [kept if layer in full else STUDENTS[name][0] for layer in range(layers)]
 
 
-def _read_tensors(source: str) -> dict[str, torch.Tensor]:
+def _read_tensors(source: str, revision: str | None) -> dict[str, torch.Tensor]:
     """Load the safetensors files of a folder or Hub id."""
-    one = cached_file(source, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    one = cached_file(source, "model.safetensors", revision=revision, _raise_exceptions_for_missing_entries=False)
     if one is not None:
         return load_file(one)
-    index = cached_file(source, "model.safetensors.index.json")
-    files, _ = get_checkpoint_shard_files(source, index)
+    index = cached_file(source, "model.safetensors.index.json", revision=revision)
+    files, _ = get_checkpoint_shard_files(source, index, revision=revision)
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -191,13 +212,5 @@ def _zero_biases(state: Mapping[str, torch.Tensor], config: LT2Config) -> dict[s
     Raises:
         ConversionError: If the student's tensors are not those that its config describes.
     """
-    have, want = set(state), set(empty_student(config, torch.float32).state_dict())
-    if config.tie_word_embeddings:
-        want.discard("lm_head.weight")
-    missing, strange = want - have, have - want - {"lm_head.weight"}
-    biases = {name for name in missing if re.fullmatch(r".*\.self_attn\.[qkvo]_proj\.bias", name)}
-    problems = {"it lacks": missing - biases, "it has, and LT2 has not,": strange}
-    text = "; ".join(f"{what} {list_names(names)}" for what, names in problems.items() if names)
-    if text:
-        raise ConversionError(f"the student's tensors are not those of its config: {text}")
+    biases = check_tensors(state, config, r".*\.self_attn\.[qkvo]_proj\.bias")
     return {name: torch.zeros(len(state[name.removesuffix("bias") + "weight"])) for name in biases}

@@ -18,8 +18,6 @@ Lingua turns neighbouring numbers of a head by its rotary angles, we turn those 
 wk are put in that order.
 """
 
-import json
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,9 +28,13 @@ from transformers.utils import logging
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.layer_patterns import MIXERS, parse_layer_mixers
-from loopergy.conversion.assemble import empty_student, fill
+from loopergy.configuration.looped_config import warn_beyond_trained
+from loopergy.conversion.assemble import check_tensors, empty_student, fill
+from loopergy.conversion.config_fields import check_fields
 from loopergy.conversion.mixer_starts import MapFacts
-from loopergy.conversion.weight_maps import ConversionError, WeightMap
+from loopergy.conversion.tensor_files import check_whole_numbers, read_json_file, read_tensor_file
+from loopergy.conversion.weight_maps import ConversionError, WeightMap, list_names
+from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.random_windows import RandomWindows
 
@@ -89,50 +91,59 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 def is_official_lt2(source: str | Path) -> bool:
     """Say whether a folder, or a `.pth` file, is a consolidated checkpoint of the official LT2 code."""
-    place = Path(source)
+    place = Path(source).expanduser()
     folder = place.parent if place.suffix == ".pth" else place
     return (folder / ARGUMENTS_FILE).is_file() and (place.suffix == ".pth" or (folder / WEIGHTS_FILE).is_file())
 
 
-def lt2_from_official(source: str | Path, **fields: Any) -> LT2ForCausalLM:
+def lt2_from_official(source: str | Path, *, dtype: torch.dtype | str | None = None, **fields: Any) -> LT2ForCausalLM:
     """Load a checkpoint of the official LT2 code.
 
     Args:
         source (`str` or `Path`): A folder with `consolidated.pth` and `params.json`, or such a `.pth` file with
             `params.json` beside it.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of the model; the checkpoint's by default.
         fields: Fields of `LT2Config` that replace those read from the checkpoint, such as the token ids, which it does
             not hold.
 
     Returns:
-        `LT2ForCausalLM`: In eval mode, in the checkpoint's dtype.
+        `LT2ForCausalLM`: In eval mode.
 
     Raises:
         ConversionError: If a file is missing or not such a checkpoint, asks for something that LT2 does not have here,
             or holds other tensors than its arguments say.
+        ValueError: For another dtype than a floating-point one, or a field that the config does not have.
     """
-    weights_file = Path(source) / WEIGHTS_FILE if Path(source).is_dir() else Path(source)
+    check_fields(LT2Config, fields)
+    dtype = checked_dtype(dtype)
+    place = Path(source).expanduser()
+    weights_file = place / WEIGHTS_FILE if place.is_dir() else place
     arguments_file = weights_file.parent / ARGUMENTS_FILE
     for file in (weights_file, arguments_file):
         if not file.is_file():
             raise ConversionError(
                 f"{file} is missing: an official LT2 checkpoint is a folder with {WEIGHTS_FILE} and {ARGUMENTS_FILE}"
             )
-    arguments = json.loads(arguments_file.read_text(encoding="utf-8")).get("model")
-    try:
-        tensors = torch.load(weights_file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConversionError(f"{weights_file} is not a file of tensors: {error}") from error
-    if not isinstance(arguments, dict) or not isinstance(tensors, dict) or not isinstance(tensors.get("model"), dict):
-        raise ConversionError(
-            f"{arguments_file} and {weights_file} need an entry 'model' each: not a Lingua checkpoint"
-        )
-    state = tensors["model"]
+    arguments = _model_entry(arguments_file, read_json_file(arguments_file))
+    state = _model_entry(weights_file, read_tensor_file(weights_file))
+    if others := [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise ConversionError(f"{weights_file} has entries that are no tensors: {list_names(others)}")
     config = official_config(arguments, state, **fields)
+    warn_beyond_trained(config.num_loops, config.num_trained_loops or config.num_loops)
     renamed = _rename(state, config)
+    check_tensors(renamed, config)
     names = [*renamed, *(["lm_head.weight"] if config.tie_word_embeddings else [])]
     weights = WeightMap.identity(names, MapFacts.from_config(config))
-    dtype = renamed["model.embed_tokens.weight"].dtype
+    dtype = dtype or renamed["model.embed_tokens.weight"].dtype
     return fill(empty_student(config, dtype), weights, renamed, seed=0, device=torch.device("cpu"), share=True)
+
+
+def _model_entry(file: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a file holds under `model`."""
+    entry = content.get("model")
+    if not isinstance(entry, Mapping):
+        raise ConversionError(f"{file} has no entry 'model' with fields: not a Lingua checkpoint")
+    return entry
 
 
 def official_config(arguments: Mapping[str, Any], state: Mapping[str, torch.Tensor], **fields: Any) -> LT2Config:
@@ -154,6 +165,7 @@ def official_config(arguments: Mapping[str, Any], state: Mapping[str, torch.Tens
             raise ConversionError(f"{name}={arguments[name]!r}: {meaning} is not supported")
     if "block_residual_weight" in state and torch.any(state["block_residual_weight"]):
         raise ConversionError("block_residual_weight is not zero: residuals across blocks are not supported")
+    _check_arguments(arguments)
     try:
         embedding, first = state["tok_embeddings.weight"], state["layers.0.feed_forward.w1.weight"]
         width, layers = arguments["dim"], arguments["n_layers"]
@@ -168,12 +180,13 @@ def official_config(arguments: Mapping[str, Any], state: Mapping[str, torch.Tens
         mixers = parse_layer_mixers(arguments.get("layer_pattern", "full"), layers)
     except ValueError as error:
         raise ConversionError(f"layer_pattern: {error} Known mixers: {', '.join(MIXERS)}") from None
+    values["num_trained_loops"] = values["num_loops"]
     values |= _windows(arguments, mixers, values["num_loops"])
     tied = bool(arguments.get("weight_tying", False))
     values |= {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": len(embedding),
         "hidden_size": width,
-        "intermediate_size": first.shape[0],
+        "intermediate_size": len(first),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
@@ -185,6 +198,17 @@ def official_config(arguments: Mapping[str, Any], state: Mapping[str, torch.Tens
         "initializer_range": width**-0.5,
     }
     return LT2Config(**{**values, **fields})
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of another type than they are calculated with here; `LT2Config` checks the others."""
+    optional = ("n_heads", "n_kv_heads", "head_dim", "default_sliding_window")
+    check_whole_numbers(arguments, ("dim", "n_layers", "loop_count"), optional)
+    theta, pattern = arguments.get("rope_theta", 1.0), arguments.get("layer_pattern", "full")
+    if type(theta) not in (int, float):
+        raise ConversionError(f"rope_theta={theta!r} must be a number")
+    if not isinstance(pattern, str | list):
+        raise ConversionError(f"layer_pattern={pattern!r} must be a pattern such as 'gdn*4,full'")
 
 
 def _windows(arguments: Mapping[str, Any], mixers: list[str], loops: int) -> dict[str, Any]:
@@ -222,13 +246,16 @@ def _windows(arguments: Mapping[str, Any], mixers: list[str], loops: int) -> dic
 def _loop_windows(pattern: str, layers: int, default: int | None) -> list[int | None]:
     """Return the window of each layer in one loop."""
     text = pattern.lower()
-    if text == "full":
-        return [None] * layers
-    if text.startswith("swa="):
-        return [int(text.removeprefix("swa="))] * layers
-    if ":" in text:
-        return [default if name == "window" else None for name in parse_layer_mixers(text, layers)]
-    windows = [None if part.strip() in ("none", "null") else int(part) for part in text.split(",")]
+    try:
+        if text == "full":
+            return [None] * layers
+        if text.startswith("swa="):
+            return [int(text.removeprefix("swa="))] * layers
+        if ":" in text:
+            return [default if name == "window" else None for name in parse_layer_mixers(text, layers)]
+        windows = [None if part.strip() in ("none", "null") else int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConversionError(f"attention_pattern={pattern!r} is not understood: {error}") from None
     if len(windows) != layers:
         raise ConversionError(f"attention_pattern={pattern!r} has {len(windows)} entries, but n_layers={layers}")
     return windows
@@ -248,7 +275,12 @@ def _rename(state: Mapping[str, torch.Tensor], config: LT2Config) -> dict[str, t
             strange.append(name)
             continue
         if re.fullmatch(r"layers\.\d+\.attention\.w[qk]\.weight", name):
-            tensor = half_apart(tensor, config.head_dim or 0)
+            head = config.head_dim or 0
+            if head % 2 or len(tensor) % head:
+                raise ConversionError(
+                    f"{name} has {len(tensor)} rows, which are no heads of an even head_dim={head} (dim / n_heads)"
+                )
+            tensor = half_apart(tensor, head)
         out[target] = tensor.flatten() if target.endswith(".A_log") else tensor
     if strange:
         raise ConversionError(f"the checkpoint has tensors that LT2 does not have: {', '.join(sorted(strange))}")

@@ -19,18 +19,19 @@ steps, `block_size` the length of the position table, `tril_plus_one` is `exclud
 """
 
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from loopergy.configuration.configuration_gpt_baselines import GPTBaselineConfig
 from loopergy.configuration.configuration_nrgpt import NRGPTConfig
+from loopergy.conversion.config_fields import check_fields
+from loopergy.conversion.tensor_files import read_tensor_file
 from loopergy.conversion.weight_maps import ConversionError
+from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.modeling.modeling_gpt_baselines import GPTBaselineForCausalLM
 from loopergy.modeling.modeling_nrgpt import NRGPTForCausalLM
 
@@ -87,6 +88,8 @@ class _Checkpoint:
         """Return the shape of a matrix that has to be there."""
         if name not in self.tensors:
             raise ConversionError(f"the checkpoint has no {name!r}: not a model of the official NRGPT code")
+        if self.tensors[name].dim() != 2:
+            raise ConversionError(f"{name!r} has shape {list(self.tensors[name].shape)}, but must be a matrix")
         rows, columns = self.tensors[name].shape
         return rows, columns
 
@@ -99,14 +102,20 @@ class _Checkpoint:
         steps = self.model_args.get("n_layer") if num_hidden_layers is None else num_hidden_layers
         if steps is None:
             raise ConversionError(
-                "the number of steps is neither in the tensors nor beside them: pass num_hidden_layers= (n_layer of "
-                "the official config; 5 for the ListOps width sweep, 30 for the deep ListOps run)"
+                "the number of steps is neither in the tensors nor beside them: pass num_hidden_layers= (--set "
+                "num_hidden_layers=; n_layer of the official config; 5 for the ListOps width sweep, 30 for the deep "
+                "ListOps run)"
             )
         return steps
 
 
 def nrgpt_from_official(
-    source: Source, num_hidden_layers: int | None = None, exclude_self: bool | None = None, **fields: Any
+    source: Source,
+    num_hidden_layers: int | None = None,
+    exclude_self: bool | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    **fields: Any,
 ) -> NRGPTForCausalLM:
     """Build an NRGPT from a checkpoint of the official code.
 
@@ -117,15 +126,19 @@ def nrgpt_from_official(
             otherwise `n_layer` of `model_args`.
         exclude_self (`bool`, *optional*): `tril_plus_one`. Needed only where neither a mask buffer nor `model_args`
             tells it.
+        dtype (`torch.dtype` or `str`, *optional*): type of the weights; that of the checkpoint by default.
         **fields: further fields of [`NRGPTConfig`], such as `dropout` or `eos_token_id`.
 
     Returns:
-        `NRGPTForCausalLM`: in eval mode, in the type of the checkpoint.
+        `NRGPTForCausalLM`: in eval mode.
 
     Raises:
-        ConversionError: if tensors are missing, left over or of the wrong shape, or if something that they do not
-            tell was not given.
+        ConversionError: if the file is damaged; if tensors are missing, left over or of the wrong shape; or if
+            something that they do not tell was not given.
+        ValueError: for another dtype than a floating-point one, or a field that the config does not have.
     """
+    check_fields(NRGPTConfig, fields)
+    dtype = checked_dtype(dtype)
     checkpoint = _read(source)
     if any(".sa." in name for name in checkpoint.tensors):
         raise ConversionError(
@@ -146,8 +159,7 @@ def nrgpt_from_official(
         **_common_fields(checkpoint, size, num_hidden_layers),
     }
     model = NRGPTForCausalLM(NRGPTConfig(**{**known, **fields}))
-    names = {**_FRAME, **_ENERGY_BLOCK}
-    return _fill(model, checkpoint, names)
+    return _fill(model, checkpoint, {**_FRAME, **_ENERGY_BLOCK}, dtype)
 
 
 def nrgpt_to_official(model: NRGPTForCausalLM) -> Tensors:
@@ -157,20 +169,20 @@ def nrgpt_to_official(model: NRGPTForCausalLM) -> Tensors:
     has to be built with `n_layer=model.config.num_hidden_layers`.
 
     Raises:
-        ConversionError: for what the official code cannot express: another norm, beta or alpha other than 1, the
-            tangent projection, a head without bias.
+        ConversionError: for what the official code cannot express: another norm or epsilon, beta or alpha other than
+            1, the tangent projection, an early stop, a head without bias.
     """
     config = model.config
-    wanted = {
-        "norm_type": "bare_layernorm",
-        "attention_beta": 1.0,
-        "learn_alpha": False,
-        "tangent_projection": False,
-        "lm_head_bias": True,
-    }
-    foreign = [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
-    if foreign:
-        raise ConversionError(f"the official code has no {', '.join(foreign)}")
+    _check_official(
+        config,
+        norm_type="bare_layernorm",
+        layer_norm_eps=1e-5,
+        attention_beta=1.0,
+        learn_alpha=False,
+        tangent_projection=False,
+        stop_tolerance=None,
+        lm_head_bias=True,
+    )
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if config.eta_type != "full":
         size = config.hidden_size
@@ -187,7 +199,12 @@ def nrgpt_to_official(model: NRGPTForCausalLM) -> Tensors:
 
 
 def gpt_baseline_from_official(
-    source: Source, num_hidden_layers: int | None = None, recurrence: str | None = None, **fields: Any
+    source: Source,
+    num_hidden_layers: int | None = None,
+    recurrence: str | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    **fields: Any,
 ) -> GPTBaselineForCausalLM:
     """Build a baseline (`GPT`, `GPT_Rec`, `GPT_Rec_parallel`) from a checkpoint of the official code.
 
@@ -195,11 +212,14 @@ def gpt_baseline_from_official(
         source, num_hidden_layers: as in [`nrgpt_from_official`]; a `GPT` tells its number of layers.
         recurrence (`str`, *optional*): `"sequential"` or `"parallel"`; needed where the file does not name its class,
             since both have the same tensors.
+        dtype: as in [`nrgpt_from_official`].
         **fields: further fields of [`GPTBaselineConfig`].
 
     Raises:
-        ConversionError: as [`nrgpt_from_official`].
+        ConversionError, ValueError: as [`nrgpt_from_official`].
     """
+    check_fields(GPTBaselineConfig, fields)
+    dtype = checked_dtype(dtype)
     checkpoint = _read(source)
     if not any(".sa." in name for name in checkpoint.tensors):
         raise ConversionError("the checkpoint has no blocks.*.sa.*: not a baseline of the official NRGPT code")
@@ -220,20 +240,17 @@ def gpt_baseline_from_official(
         **_common_fields(checkpoint, size, len(layers) or num_hidden_layers),
     }
     model = GPTBaselineForCausalLM(GPTBaselineConfig(**{**known, **fields}))
-    return _fill(model, checkpoint, _baseline_names(model.config))
+    return _fill(model, checkpoint, _baseline_names(model.config), dtype)
 
 
 def gpt_baseline_to_official(model: GPTBaselineForCausalLM) -> Tensors:
     """Return the state dict that the official code loads strictly, buffers included.
 
     Raises:
-        ConversionError: for what the official code cannot express: another activation, a head without bias.
+        ConversionError: for what the official code cannot express: another activation or epsilon, a head without bias.
     """
     config = model.config
-    if config.hidden_act != "relu" or not config.lm_head_bias:
-        raise ConversionError(
-            f"the official code has no hidden_act={config.hidden_act!r}, lm_head_bias={config.lm_head_bias}"
-        )
+    _check_official(config, hidden_act="relu", layer_norm_eps=1e-5, lm_head_bias=True)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     tensors = _split(state, _baseline_names(config), config.num_attention_heads)
     length = config.max_position_embeddings
@@ -244,33 +261,34 @@ def gpt_baseline_to_official(model: GPTBaselineForCausalLM) -> Tensors:
     return tensors
 
 
+def _check_official(config: GPTBaselineConfig | NRGPTConfig, **wanted: Any) -> None:
+    """Refuse a config with other values than those that the official code has, which its files do not hold."""
+    foreign = [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
+    if foreign:
+        raise ConversionError(f"the official code has no {', '.join(foreign)}")
+
+
 def _read(source: Source) -> _Checkpoint:
     """Read a file, or take what was in one, and take off the prefixes of compilation and data parallelism."""
-    content: Any = source
-    if isinstance(source, str | os.PathLike):
-        if not Path(source).is_file():
-            raise ConversionError(f"{os.fspath(source)!r} is not a file: pass the path of a .pt checkpoint")
-        try:
-            content = torch.load(source, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ConversionError(
-                f"{os.fspath(source)!r} holds more than tensors and plain values, and reading it could run code. If "
-                "you trust it, load it yourself and pass its state dict."
-            ) from error
+    content: Any = read_tensor_file(source) if isinstance(source, str | os.PathLike) else source
+    if not isinstance(content, Mapping):
+        raise ConversionError(f"source is a {type(content).__name__}: pass the path of a .pt file, or a dictionary")
     args, model_class = {}, None
-    if "model" in content and isinstance(content["model"], Mapping):
-        args = dict(content.get("model_args") or {})
+    if isinstance(content.get("model"), Mapping):
+        args = content.get("model_args") or {}
+        if not isinstance(args, Mapping):
+            raise ConversionError(f"model_args is a {type(args).__name__}, not a dictionary")
         run = content.get("config")
         if isinstance(run, Mapping) and isinstance(run.get("model_path"), str):
             model_class = run["model_path"].rpartition(".")[2]
         content = content["model"]
     tensors = {}
     for name, value in content.items():
-        plain = re.sub(r"^(_orig_mod\.|module\.)+", "", name)
+        plain = re.sub(r"^(_orig_mod\.|module\.)+", "", str(name))
         if not isinstance(value, torch.Tensor) or plain in tensors:
             raise ConversionError(f"{name!r} is not a tensor, or is there twice: not a state dict")
         tensors[plain] = value
-    return _Checkpoint(tensors, args, model_class)
+    return _Checkpoint(tensors, dict(args), model_class)
 
 
 def _common_fields(checkpoint: _Checkpoint, size: int, num_hidden_layers: int | None) -> dict[str, Any]:
@@ -298,7 +316,9 @@ def _ff_energy(checkpoint: _Checkpoint) -> str:
         return "ff2" if square else "ff2w"
     named = (checkpoint.model_class or "").removeprefix("NRGPT_H_").lower()
     if named not in ("ff2", "ff2w"):
-        raise ConversionError("with ff_hid_factor 1 the tensors fit both forms: pass ff_energy='ff2' or 'ff2w'")
+        raise ConversionError(
+            "with ff_hid_factor 1 the tensors fit both forms: pass ff_energy='ff2' or 'ff2w' (--set)"
+        )
     return named
 
 
@@ -309,7 +329,7 @@ def _exclude_self(checkpoint: _Checkpoint, given: bool | None) -> bool:
     if told is None and given is None:
         raise ConversionError(
             "the checkpoint has no mask buffer: pass exclude_self=True (tril_plus_one, as for ListOps) or False (the "
-            "default of the official code, as for Shakespeare and OpenWebText)"
+            "default of the official code, as for Shakespeare and OpenWebText); in a command --set exclude_self=..."
         )
     if told is not None and given is not None and told != given:
         raise ConversionError(f"exclude_self={given} was given, but the checkpoint says {told}")
@@ -325,7 +345,7 @@ def _baseline_names(config: GPTBaselineConfig) -> dict[str, str]:
     return names
 
 
-def _fill(model: Any, checkpoint: _Checkpoint, names: dict[str, str]) -> Any:
+def _fill(model: Any, checkpoint: _Checkpoint, names: dict[str, str], dtype: torch.dtype | None) -> Any:
     """Put the checkpoint's tensors into the model, heads stacked; every tensor must find its place."""
     skeleton = model.state_dict()
     left = {name: tensor for name, tensor in checkpoint.tensors.items() if not _CONSTANT.fullmatch(name)}
@@ -346,7 +366,7 @@ def _fill(model: Any, checkpoint: _Checkpoint, names: dict[str, str]) -> Any:
             raise ConversionError(
                 f"{name} would have shape {list(tensor.shape)} instead of {list(skeleton[name].shape)}"
             )
-    model.to(state["model.embed_tokens.weight"].dtype).load_state_dict(state)
+    model.to(dtype or state["model.embed_tokens.weight"].dtype).load_state_dict(state)
     return model.eval()
 
 

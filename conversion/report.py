@@ -50,7 +50,7 @@ class ConversionReport:
     `convert` checks it against the teacher and the student before returning it.
 
     Args:
-        teacher (`dict`): `source` (folder, Hub id, file or `"memory"`), `model_type`, `class`, `parameters`.
+        teacher (`dict`): `source` (its [`public_name`], or `"memory"`), `model_type`, `class`, `parameters`.
         kept_layers (`list[int]`): Physical layers that keep full attention, in all loops.
         num_layers (`int`): Physical layers.
         num_loops (`int`): Loops.

@@ -7,17 +7,46 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
+
+from loopergy.distill.fields import read_fields
 
 logger = logging.get_logger(__name__)
 
+_LEAST = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
+_LEAST |= {"learning_rate": 0, "weight_decay": 0}
 
-def check_least(where: str, settings: Any, **least: int) -> None:
-    """Raise `ValueError` for fields below the least value that they may have."""
+
+def check_least(where: str, settings: Any, **least: float) -> None:
+    """Raise `ValueError` for fields that have a value below the least that they may have; `where` may be empty."""
     for name, smallest in least.items():
         value = getattr(settings, name)
-        if value < smallest:
-            raise ValueError(f"{where}: `{name}` must be at least {smallest}, got {value}.")
+        if value is not None and value < smallest:
+            raise ValueError(f"{where}{': ' if where else ''}`{name}` must be at least {smallest}, got {value}.")
+
+
+def check_arguments(args: Any, **least: float) -> None:
+    """Refuse settings of a trainer that it would stumble over later, or not heed; for its `__post_init__`.
+
+    Args:
+        args (`TrainingArguments`): Before its own `__post_init__`; whole numbers are made `int`.
+        **least: Fields of its own and the least value of each.
+
+    Raises:
+        ValueError: A value of another type, one that is too small, dropped columns, or a tracker that is not there.
+    """
+    read_fields(args)
+    check_least("", args, **_LEAST, **least)
+    if args.remove_unused_columns:
+        raise ValueError("`remove_unused_columns` must be false, got True: it drops columns that the models read.")
+    asked = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    available = get_available_reporting_integrations()
+    if missing := sorted(set(asked) - {"none", "all", *available}):
+        raise ValueError(
+            f"`report_to`: {', '.join(missing)} is not installed here; there is {', '.join(available) or 'none'}. "
+            "Install it, or give none."
+        )
 
 
 def check_trains(args: Any) -> None:
@@ -26,12 +55,20 @@ def check_trains(args: Any) -> None:
         raise ValueError("give `target_tokens` or `max_steps`, above 0: the data have no end of their own.")
 
 
-def check_row_length(length: int, limit: int) -> None:
-    """Raise `ValueError` for rows longer than the `max_position_embeddings` of a student."""
+def check_row_length(length: int, limit: int, whose: str = "student", otherwise: str = "") -> None:
+    """Raise `ValueError` for rows longer than the `max_position_embeddings` of a model.
+
+    Args:
+        length (`int`): Tokens in a row.
+        limit (`int`): The model's `max_position_embeddings`.
+        whose (`str`, defaults to `"student"`): What the model is called.
+        otherwise (`str`, *optional*): What else to do than to shorten the rows; `ExtendTrainer` for a student.
+    """
     if length > limit:
+        otherwise = otherwise or f"ExtendTrainer with `extend_to={length}`"
         raise ValueError(
-            f"Rows have {length} tokens, but the student's max_position_embeddings is {limit}. Use rows of at most "
-            f"{limit}, or ExtendTrainer with `extend_to={length}`."
+            f"Rows have {length} tokens, but the {whose}'s max_position_embeddings is {limit}. Use rows of at most "
+            f"{limit}, or {otherwise}."
         )
 
 

@@ -14,7 +14,7 @@ Sources are named by a string:
 | anything else                 | a data set of the Hub, streamed; `"name"` or `"name:config"`        |
 
 **Held-out documents.** A document is held out if the CRC-32 of its text is divisible by 8 (`is_held_out`). The rule
-needs no list, holds for streams, and keeps copies of a document on one side.
+needs no list, holds for streams, and keeps copies of a document on one side. Blank documents are on none.
 
 **Packing.** Documents follow each other, each closed by the separator token, cut into rows of `length` tokens without
 loss. With `documents="separate"` the positions restart at each document, which all mixers of our models and
@@ -22,6 +22,7 @@ transformers' attention take as a border; the first token of a document is no ta
 long text.
 """
 
+import hashlib
 import itertools
 import json
 import sysconfig
@@ -29,6 +30,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +45,8 @@ _TEXT_FILES = (".txt", ".md", ".py", ".rst")
 # Rows whose start is remembered, so that a checkpoint can be taken behind what a data loader fetched ahead.
 _REMEMBERED_ROWS = 4096
 
+_NOT_UTF_8 = "not UTF-8. Convert the file, such as with iconv -f LATIN1."
+
 Split = Literal["train", "held_out", "all"]
 
 
@@ -52,8 +56,8 @@ def is_held_out(text: str) -> bool:
 
 
 def in_split(text: str, split: Split) -> bool:
-    """Say whether a document belongs to `"train"`, `"held_out"` or `"all"`."""
-    return split in ("all", "held_out" if is_held_out(text) else "train")
+    """Say whether a document belongs to `"train"`, `"held_out"` or `"all"`; a blank one is on no side."""
+    return bool(text.strip()) and split in ("all", "held_out" if is_held_out(text) else "train")
 
 
 def offline_documents(kind: Literal["all", "prose", "code"] = "all") -> list[str]:
@@ -100,7 +104,8 @@ def _record_text(record: Any, tokenizer: PreTrainedTokenizerBase | None, where: 
         return whole_characters(record["text"])
     chat = record.get("messages") or record.get("conversations")
     if not chat or tokenizer is None:
-        raise ValueError(f"{expected}this one has {sorted(map(str, record))}.")
+        shown = {str(key)[:20]: value if value is None else type(value).__name__ for key, value in record.items()}
+        raise ValueError(f"{expected}this one has {shown}.")
     if not isinstance(chat, Sequence) or not all(isinstance(turn, Mapping) for turn in chat):
         raise ValueError(
             f"{where}: a chat is a list of turns such as {{'role': 'user', 'content': '...'}}, got {str(chat)[:60]!r}."
@@ -131,7 +136,7 @@ def jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
                 line.encode("utf-8")
                 record = json.loads(line) if line.strip() else None
             except UnicodeEncodeError:
-                raise ValueError(f"{where}: not UTF-8. Convert the file, such as with iconv -f LATIN1.") from None
+                raise ValueError(f"{where}: {_NOT_UTF_8}") from None
             except ValueError as error:
                 raise ValueError(f"{where}: no JSON ({error}). Every line of a .jsonl file is one object.") from None
             if line.strip():
@@ -140,7 +145,10 @@ def jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _file_documents(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
     if path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8-sig", errors="replace")
+        try:
+            yield path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: {_NOT_UTF_8}") from None
         return
     for where, record in jsonl_records(path):
         yield _record_text(record, tokenizer, where)
@@ -176,8 +184,8 @@ def load_documents(source: str | Path | Iterable[str], tokenizer: PreTrainedToke
 
     Raises:
         FileNotFoundError: A path that does not exist.
-        ValueError: A folder without text, a file of another type, or a line of a `.jsonl` file that is no document;
-            with file and line.
+        ValueError: A folder without text, a file of another type or not UTF-8, or a line of a `.jsonl` file that is no
+            document; with file and line.
     """
     if not isinstance(source, str | Path):
         return [whole_characters(text) for text in source]
@@ -214,11 +222,11 @@ def separator_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def _too_few(found: int, split: Split) -> str:
     """Say why no document of `found` is in a split, and what to do."""
     if split == "all" or not found:
-        return "it has no documents at all."
+        return "it has no documents at all, or blank ones alone."
     others = {"train": "held out", "held_out": "for training"}[split]
     hint = ""
     if split == "held_out":
-        hint = " `evaluate.num_tokens: 0` in a recipe of `loopergy run` does without held-out text."
+        hint = " `evaluate.num_tokens: 0` in a recipe does without held-out text."
     return (
         f"it has {found} in all, and the checksum of each says that it is {others} (one document in {HELD_OUT_EVERY} "
         f"is held out). Give more documents, {8 * HELD_OUT_EVERY} or so: a folder of files, or a .jsonl file with one "
@@ -273,7 +281,7 @@ class PackedDataset(IterableDataset):
             raise ValueError(f"`split` must be 'train', 'held_out' or 'all', got {split!r}.")
         self.documents: Documents = load_documents(source, tokenizer)
         if not isinstance(self.documents, _Stream):
-            found = len(self.documents)
+            found = sum(bool(text.strip()) for text in self.documents)
             self.documents = [text for text in self.documents if in_split(text, split)]
             if not self.documents:
                 name = f"Source {str(source)!r}" if isinstance(source, str | Path) else "The list of texts"
@@ -285,6 +293,14 @@ class PackedDataset(IterableDataset):
         self._start = {"epoch": 0, "document": 0, "token": 0, "rows": 0}
         self._row_starts: deque[dict[str, int]] = deque(maxlen=_REMEMBERED_ROWS)
 
+    @cached_property
+    def texts_hash(self) -> str:
+        """SHA-256 of all documents; a stream of the Hub counts by its name."""
+        digest = hashlib.sha256()
+        for text in self.documents if isinstance(self.documents, list) else [self.documents.name]:
+            digest.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
     def _texts(self, epoch: int, start: int) -> Iterator[tuple[int, str]]:
         """Yield (index, text) of one pass from document `start` on, in the order of the pass."""
         documents = self.documents
@@ -293,7 +309,10 @@ class PackedDataset(IterableDataset):
                 if in_split(text, self.split):
                     yield index, text
             return
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        # Hashed, so that later passes of one seed are not the passes of the next seed.
+        hashed = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
+        seed = int.from_bytes(hashed[:6], "little") if epoch else self.seed
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(documents), generator=generator).tolist()
         for index in range(start, len(order)):
             yield index, documents[order[index]]

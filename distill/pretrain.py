@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from loopergy.distill.checks import check_least
 from loopergy.distill.losses import IGNORE, linear_token_losses
 from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets
 from loopergy.distill.teacher import head_weight, model_inputs
@@ -51,8 +52,7 @@ class PretrainConfig(StageConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.entropy_weight < 0:
-            raise ValueError(f"`entropy_weight` must be at least 0, got {self.entropy_weight}.")
+        check_least("", self, entropy_weight=0)
 
 
 @dataclass
@@ -63,6 +63,16 @@ class GateConfig(StageConfig):
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
     steepness: float = field(default=50.0, metadata={"help": "k: how sharply a gain counts as worth a loop."})
     worthwhile_gain: float = field(default=0.005, metadata={"help": "gamma: the gain, in nats, worth a loop half."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_least("", self, steepness=0)
+
+
+def check_loops(loops: int) -> None:
+    """Raise `ValueError` for a model with too few loops to train a gate."""
+    if loops < 2:
+        raise ValueError(f"the exit gate's training needs at least two loops, the model's `num_loops` is {loops}.")
 
 
 @dataclass
@@ -133,18 +143,14 @@ class PretrainModule(StageModule):
             **kwargs: `labels`, `attention_mask`, `position_ids` and packing arguments.
 
         Returns:
-            `dict`: `loss`, and without gradient `loop_losses` `[loops]` and `entropy`, means over the targets.
+            `dict`: `loss`, a scalar.
         """
         self.check_length(input_ids)
         said = LoopLosses.of(self.student, {"input_ids": input_ids, **kwargs}, self.chunk_size)
         exit_pdf, count = exit_distribution(said.gate_logits), _count(said.mask, num_items_in_batch)
         entropy = exit_entropy(exit_pdf) * said.mask
         expected = (exit_pdf * said.losses).sum(-1)
-        return {
-            "loss": (expected - self.entropy_weight * entropy).sum() / count,
-            "loop_losses": said.losses.detach().sum((0, 1)) / count,
-            "entropy": entropy.detach().sum() / count,
-        }
+        return {"loss": (expected - self.entropy_weight * entropy).sum() / count}
 
 
 class GateModule(StageModule):
@@ -167,8 +173,9 @@ class GateModule(StageModule):
         super().__init__(student)  # type: ignore[arg-type]
         self.steepness, self.worthwhile_gain, self.chunk_size = steepness, worthwhile_gain, chunk_size
         gate = getattr(student.base_model, "early_exit_gate", None)
-        if gate is None or student.config.num_loops < 2:
-            raise ValueError("The gate's training needs a model with an exit gate and at least two loops.")
+        if gate is None:
+            raise ValueError(f"This {type(student).__name__} has no exit gate: set `early_exit_gate` in its config.")
+        check_loops(student.config.num_loops)
         student.requires_grad_(False)
         gate.requires_grad_(True)
 

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
+from filelock import FileLock, Timeout
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from loopergy.conversion.folders import new_folder
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+LOCK_FILE = ".running"
 
 
 def join_processes() -> PartialState:
@@ -34,6 +36,33 @@ def join_processes() -> PartialState:
         # Without it accelerate lets each process believe that it is alone.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+@contextmanager
+def alone(folder: str | Path, is_main: bool = True) -> Iterator[None]:
+    """Keep a second command from writing to the same folder; where files can be locked, the lock dies with its run.
+
+    Args:
+        folder (`str` or `Path`): Has to be there.
+        is_main (`bool`, defaults to `True`): Only the main process of a run locks it.
+
+    Raises:
+        ValueError: Another run writes to it.
+    """
+    if not is_main:
+        yield
+        return
+    lock = FileLock(Path(folder) / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder} is in use by another run. Wait for it, or give another output.") from None
+    except NotImplementedError:
+        pass  # what older versions of filelock raise on a file system without flock; newer ones leave a marker
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -16,7 +16,6 @@ extend:  {target_tokens: 600_000_000}
 """
 
 import dataclasses
-import gc
 import json
 import math
 import time
@@ -35,25 +34,25 @@ from loopergy.conversion.folders import replace_file
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
 from loopergy.distill.calibrate import calibrate
-from loopergy.distill.checks import check_extension, check_row_length, check_trains, check_vocabulary
+from loopergy.distill.checks import check_extension, check_least, check_row_length, check_trains, check_vocabulary
 from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
-from loopergy.distill.processes import join_processes, shared_folder, whole
+from loopergy.distill.fields import check_keys, field_names, read_fields, read_part
+from loopergy.distill.processes import join_processes, shared_folder
 from loopergy.distill.recipe_parts import (
     CalibrateSettings,
     EvaluateSettings,
     SelectSettings,
-    check_keys,
-    field_names,
     naming,
-    read_part,
     read_recipe,
+    read_stage,
     run_stages,
+    train_stage,
 )
 from loopergy.distill.report import HeldOut, Report, evaluate_heldout, gap_closed, loss_curve
 from loopergy.distill.select import Selection, select_layers, wanted_layers
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord, StageTrainer
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.tasks.mixture import (
@@ -116,9 +115,9 @@ class Recipe:
         for name, (config, _) in STAGE_CLASSES.items():
             part = getattr(self, name)
             if part is not None:
-                check_keys(name, part, [*field_names(config), *_PER_STAGE])
+                part = read_stage(name, part, config, _PER_STAGE)
                 part = {key: value for key, value in part.items() if value is not None or key not in _PER_STAGE}
-                setattr(self, name, read_part(name, part, config, _PER_STAGE))
+                setattr(self, name, part)
                 check_entries(part.get("tasks", ()))
         for name, kind in (
             ("select", SelectSettings),
@@ -135,6 +134,8 @@ class Recipe:
                 f"convert: every other stage starts from it, so it must be a mapping of options, {{}} for the "
                 f"defaults; got {self.convert!r}."
             )
+        read_fields(self)
+        check_least("", self, seed=0)
         if self.tasks and self.documents != "separate":
             raise ValueError(f"`tasks` need `documents: separate`, as every example is one; got {self.documents!r}.")
         if self.align is None and (self.distill is not None or self.extend is not None):
@@ -192,6 +193,7 @@ class RecipeRun:
         evaluate = EvaluateSettings(**recipe.evaluate)
         self.held_out: HeldOut | None = None
         if evaluate.num_tokens > 0:
+            self._check_rows("evaluate", evaluate.length)
             batches = held_out_batches(
                 recipe.data,
                 self.tokenizer,
@@ -214,6 +216,13 @@ class RecipeRun:
             report.save(self.folder)
         return report
 
+    def _check_rows(self, name: str, length: int) -> None:
+        """Refuse rows that the teacher was not made for."""
+        with naming(name):
+            check_row_length(
+                length, self.teacher.config.max_position_embeddings, "teacher", "a teacher for longer texts"
+            )
+
     def _check(self, parts: Mapping[str, dict[str, Any]]) -> None:
         """Raise now what a later stage would raise after hours: settings that no stage takes."""
         config: Any = self.teacher.config
@@ -221,12 +230,15 @@ class RecipeRun:
             if name in parts:
                 with naming(name):
                     self._check_training(name, parts[name])
+        if "calibrate" in parts:
+            self._check_rows("calibrate", CalibrateSettings(**parts["calibrate"]).length)
         if "select" in parts:
             chosen, layers = SelectSettings(**parts["select"]), config.num_hidden_layers
             own = parse_keep_layers(parts["convert"].get("keep_layers", []), layers)
             with naming("select"):
                 wanted_layers(chosen.keep, chosen.strategy, chosen.budget_tokens, layers, own)
                 check_lengths(task_shares(chosen.tasks, self.tokenizer), chosen.length)
+            self._check_rows("select", chosen.length)
 
     def _check_training(self, name: str, settings: dict[str, Any]) -> None:
         """Raise for settings that the trainer of a stage does not take, or not with this teacher."""
@@ -272,15 +284,16 @@ class RecipeRun:
         """Return what a stage depends on beside its own settings and the stages before."""
         recipe, part = self.recipe, getattr(self.recipe, name)
         origin = {key: getattr(recipe, key) for key in ("teacher", "dtype", "seed")}
+        origin["evaluate"] = dataclasses.asdict(EvaluateSettings(**recipe.evaluate))
         if name != "convert":
             origin |= {"data": recipe.data, "tokenizer": recipe.tokenizer, "documents": recipe.documents}
         if name in STAGE_CLASSES:
             origin |= {key: part.get(key, getattr(recipe, key)) for key in _PER_STAGE}
         return origin
 
-    def _metrics(self, name: str, began: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
+    def _metrics(self, name: str, seconds: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"settings": getattr(self.recipe, name), "run": self._origin(name)}
-        metrics["seconds"] = round(time.perf_counter() - began, 2)
+        metrics["seconds"] = round(seconds, 2)
         if student is not None and self.held_out is not None:
             metrics["heldout"] = evaluate_heldout(student, self.teacher, self.held_out)
         if student is not None and self.tasks:
@@ -291,7 +304,7 @@ class RecipeRun:
         began = time.perf_counter()
         options = {"keep_layers": [], "seed": self.recipe.seed, **settings}
         conversion = convert(self.teacher, **options)
-        metrics = self._metrics("convert", began, conversion.model)
+        metrics = self._metrics("convert", time.perf_counter() - began, conversion.model)
         record = StageRecord.of("convert", conversion.model.config, metrics=metrics)
         with shared_folder(self.folder / "convert") as unfinished:
             if unfinished is not None:
@@ -306,7 +319,8 @@ class RecipeRun:
         student = self._load("convert")
         batches = self._sample(chosen, _DATA_SEEDS["calibrate"])
         found = calibrate(student, self.teacher, batches, parts=chosen.parts)
-        metrics = {**self._metrics("calibrate", began, student), "calibration": dataclasses.asdict(found)}
+        seconds = time.perf_counter() - began
+        metrics = {**self._metrics("calibrate", seconds, student), "calibration": dataclasses.asdict(found)}
         record = StageRecord.of(
             "calibrate", student.config, StageRecord.load(self.folder / "convert"), metrics=metrics
         )
@@ -353,7 +367,7 @@ class RecipeRun:
             progress=self.is_main,
         )
         selected, record = prepare_student(student, self.teacher, selection.kept_layers)
-        record.metrics.update(self._metrics("select", began, selected))
+        record.metrics.update(self._metrics("select", time.perf_counter() - began, selected))
         record.tokens_seen = selection.tokens
         with shared_folder(self.folder / "select") as unfinished:
             if unfinished is not None:
@@ -378,7 +392,6 @@ class RecipeRun:
         self, name: str, settings: dict[str, Any], student: LT2ForCausalLM | str, previous: StageRecord | None
     ) -> StageRecord:
         """Run one stage with a trainer, or what of it an interrupted run left."""
-        began = time.perf_counter()
         args = self._arguments(name, settings)
         seed = self.recipe.seed + _DATA_SEEDS[name]
         data: Any = PackedDataset(
@@ -393,16 +406,11 @@ class RecipeRun:
         if isinstance(student, str):
             student = self._load(Path(student).name)
         teacher = None if isinstance(args, ExtendConfig) and args.kl_weight == 0 else self.teacher
-        trainer: StageTrainer = STAGE_CLASSES[name][1](
-            student, teacher, args, data, processing_class=self.tokenizer, previous=previous
+        return train_stage(
+            STAGE_CLASSES[name][1](student, teacher, args, data, processing_class=self.tokenizer, previous=previous),
+            self.folder / name,
+            lambda trained, seconds: self._metrics(name, seconds, trained),
         )
-        trainer.train_or_resume()
-        record = trainer.save_stage(self.folder / name, self._metrics(name, began, whole(student)))
-        # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
-        trainer.accelerator.free_memory()
-        del trainer
-        gc.collect()
-        return record
 
     def _teacher_accuracies(self) -> dict[str, float]:
         """Measure the teacher on the tasks, once a run."""

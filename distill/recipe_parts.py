@@ -5,11 +5,10 @@ A folder holds one recipe's work. Each finished stage records its settings and w
 running has the same beside its checkpoints, in `run.json`. A recipe that says otherwise is refused before it starts.
 """
 
-import dataclasses
+import gc
 import json
 import re
 import shutil
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,21 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 from transformers.trainer_utils import get_last_checkpoint
 
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.calibrate import PARTS
 from loopergy.distill.checks import check_least
-from loopergy.distill.stage import StageError, StageRecord
+from loopergy.distill.fields import HARMLESS, read_part
+from loopergy.distill.processes import alone, whole
+from loopergy.distill.stage import StageError, StageRecord, StageTrainer
 
-LOCK_FILE, RUN_FILE = ".running", "run.json"
-# Fields that may change between two starts of one run: what is logged, kept and shown, and how rows are fetched.
-HARMLESS = ("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "report_to")
-HARMLESS += ("log_level", "log_level_replica", "log_on_each_node", "include_num_input_tokens_seen", "disable_tqdm")
-HARMLESS += ("save_steps", "save_strategy", "save_total_limit", "skip_memory_metrics", "ddp_timeout", "run_name")
-HARMLESS += ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor")
-HARMLESS += ("dataloader_persistent_workers",)
+RUN_FILE = "run.json"
 
 
 @dataclass
@@ -59,7 +53,7 @@ class CalibrateSettings:
 
     def __post_init__(self):
         check_least("calibrate", self, num_tokens=1, length=2, batch_size=1)
-        if not isinstance(self.parts, list) or set(self.parts) - set(PARTS):
+        if set(self.parts) - set(PARTS):
             raise ValueError(f"calibrate: `parts` must be a list of some of {PARTS}, got {self.parts!r}.")
 
 
@@ -111,49 +105,33 @@ def _numbers(value: Any) -> Any:
     return float(value) if is_number else value
 
 
-def field_names(kind: type) -> list[str]:
-    """Return the names of a dataclass's fields."""
-    return [entry.name for entry in dataclasses.fields(kind)]
+# What a part of a recipe may not set: the recipe as a whole, or the command, does.
+_NOT_IN_A_PART = {
+    "output_dir": "the folder of the run holds every stage; give it to the command (-o)",
+    "data_seed": "the order of the data comes from the recipe's own `seed`; set that",
+}
 
 
-def check_keys(where: str, values: Mapping[str, Any], known: list[str]) -> None:
-    """Raise `ValueError` for what is no mapping, or keys that are not known; the text lists those that are."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where}: this must be a mapping of fields, such as {{{known[0]}: ...}}, got {values!r}.")
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(f"{where}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
-
-
-def read_part(where: str, values: Any, kind: type, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a part of a recipe with `100.0` as 100 where its dataclass wants a whole number.
+def read_stage(
+    name: str, values: Any, kind: type, more: Sequence[str] = (), barred: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the part of a recipe for a stage that trains, as [`read_part`] does.
 
     Args:
-        where (`str`): Name of the part, for messages.
-        values (mapping): Fields and their values.
-        kind (`type`): The dataclass that they are for.
+        name (`str`): The stage.
+        values (mapping): Fields of its config class.
+        kind (`type`): The config class.
         more (sequence of `str`): Other keys that the part may have.
+        barred (mapping, *optional*): Fields that it may not have, and why, beside those of every stage.
 
     Raises:
-        ValueError: No mapping, an unknown key, or no number where one has to be.
+        ValueError: As `read_part`, or a field that it may not have.
     """
-    check_keys(where, values, [*field_names(kind), *more])
-    hints = typing.get_type_hints(kind)
-    return {name: _number(f"{where}: `{name}`", value, hints.get(name)) for name, value in values.items()}
-
-
-def _number(name: str, value: Any, hint: Any) -> Any:
-    allowed = set(typing.get_args(hint) or (hint,))
-    if not allowed <= {int, float, type(None)} or (value is None and type(None) in allowed):
-        return value
-    kind = "number" if float in allowed else "whole number"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a {kind}, got {value!r}.")
-    if float in allowed or isinstance(value, int):
-        return value
-    if not value.is_integer():
-        raise ValueError(f"{name} must be a {kind}, got {value}.")
-    return int(value)
+    part = read_part(name, values, kind, more)
+    for key, reason in {**_NOT_IN_A_PART, **(barred or {})}.items():
+        if key in part:
+            raise ValueError(f"{name}: `{key}` cannot be set here, got {part[key]!r}: {reason}.")
+    return part
 
 
 @contextmanager
@@ -165,6 +143,25 @@ def naming(part: str) -> Iterator[None]:
         if str(error).startswith(f"{part}:"):
             raise
         raise ValueError(f"{part}: {error}") from error
+
+
+def train_stage(trainer: StageTrainer, folder: Path, measure: Callable[[Any, float], dict[str, Any]]) -> StageRecord:
+    """Train a stage, or what of it an interrupted run left; measure it and write its folder.
+
+    Args:
+        trainer ([`StageTrainer`]): The caller must not keep it: its optimizer has to be gone before the next stage
+            makes its own.
+        folder (`Path`): Of the stage.
+        measure (callable): Takes the trained model and the seconds of training, those before an interruption
+            included; returns what the record holds as metrics.
+    """
+    trainer.train_or_resume()
+    record = trainer.save_stage(folder, measure(whole(trainer.student), trainer.seconds))
+    trainer.accelerator.free_memory()
+    # A trainer is full of reference cycles.
+    del trainer
+    gc.collect()
+    return record
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -196,34 +193,16 @@ def run_stages(
         order (sequence of `str`): All stages that there are, those that the recipe leaves out included. Each is made
             from the one before it.
         origin (callable, *optional*): Gives what a stage depends on beside its settings, which its record holds as
-            `run`; records without it were written before there was one, and are taken.
+            `run`; what an older record does not hold of it is not compared.
 
     Raises:
         StageError: A stage that was finished or interrupted with other settings, or whose successor was made without
-            it, or a folder that another run is writing to.
+            it.
+        ValueError: A folder that another run is writing to.
     """
-    with _alone(job):
+    with alone(job.folder, job.is_main):
         _check_folder(job, stages, order, origin)
         _run_stages(job, stages, perform, origin)
-
-
-@contextmanager
-def _alone(job: Any) -> Iterator[None]:
-    """Keep a second command from writing to the same folder; where files can be locked, the lock dies with its run."""
-    if not job.is_main:
-        yield
-        return
-    lock = FileLock(job.folder / LOCK_FILE, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise StageError(f"{job.folder} is in use by another run. Wait for it, or give another output.") from None
-    except NotImplementedError:
-        pass  # what older versions of filelock raise on a file system without flock; newer ones leave a marker
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _as_read(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,12 +220,15 @@ def _changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     )
 
 
-def _run_of(
-    stages: Mapping[str, dict[str, Any]], name: str, origin: Callable[[str], dict[str, Any]]
-) -> dict[str, Any]:
+def _recorded(origin: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of an origin what a record holds: an older one has fewer entries."""
+    return {name: value for name, value in origin.items() if name in there}
+
+
+def _run_of(stages: Mapping[str, dict[str, Any]], name: str, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that a stage depends on: its settings and those of the stages before it, and its origin."""
     names = list(stages)
-    return {**{earlier: stages[earlier] for earlier in names[: names.index(name) + 1]}, **origin(name)}
+    return {**{earlier: stages[earlier] for earlier in names[: names.index(name) + 1]}, **origin}
 
 
 def _check_folder(
@@ -261,7 +243,7 @@ def _check_folder(
     for name, settings in stages.items():
         record = records[name]
         if record is None:
-            _check_interrupted(job.folder / "checkpoints" / name, _run_of(stages, name, origin), job.folder)
+            _check_interrupted(job.folder / "checkpoints" / name, stages, origin(name), job.folder)
             later = [other for other in order[order.index(name) + 1 :] if records[other] is not None]
             if later:
                 raise StageError(
@@ -271,8 +253,8 @@ def _check_folder(
                 )
         else:
             changed = _changes(record.metrics.get("settings") or {}, settings)
-            if not changed and record.metrics.get("run"):
-                changed = _changes(record.metrics["run"], origin(name))
+            if not changed and (run := record.metrics.get("run")):
+                changed = _changes(run, _recorded(origin(name), run))
             if changed:
                 raise StageError(
                     f"Stage {name!r} in {job.folder} was finished with other settings: {changed}. Remove that folder "
@@ -289,12 +271,15 @@ def _check_folder(
         before = name
 
 
-def _check_interrupted(checkpoints: Path, run: dict[str, Any], folder: Path) -> None:
+def _check_interrupted(
+    checkpoints: Path, stages: Mapping[str, dict[str, Any]], origin: Mapping[str, Any], folder: Path
+) -> None:
     """Refuse to go on from checkpoints of another run; those without a `run.json` are older than it, and are taken."""
     file = checkpoints / RUN_FILE
     if not file.is_file() or get_last_checkpoint(str(checkpoints)) is None:
         return
-    changed = _changes(json.loads(file.read_text(encoding="utf-8")), run)
+    there = json.loads(file.read_text(encoding="utf-8"))
+    changed = _changes(there, _run_of(stages, checkpoints.name, _recorded(origin, there)))
     if changed:
         raise StageError(
             f"Stage {checkpoints.name!r} in {folder} was interrupted, and began with other settings: {changed}. "
@@ -314,7 +299,7 @@ def _run_stages(
         job.processes.wait_for_everyone()
         if record is None:
             if job.is_main:
-                replace_file(checkpoints / RUN_FILE, json.dumps(_run_of(stages, name, origin), indent=1) + "\n")
+                replace_file(checkpoints / RUN_FILE, json.dumps(_run_of(stages, name, origin(name)), indent=1) + "\n")
             record = perform(name)
         if job.is_main:
             shutil.rmtree(checkpoints, ignore_errors=True)

@@ -202,7 +202,7 @@ class Report:
         decoding (`list[dict]`): Rows of `measure_decoding`.
         samples (`list[dict]`): Rows of a prompt and the text of each model.
         notes (`list[str]`): What a reader should know.
-        seconds (`float`, defaults to 0.0): Wall time of everything.
+        seconds (`float`, defaults to 0.0): Wall time of all stages, what an interrupted run did of them included.
         peak_memory_bytes (`int`, defaults to 0): Largest resident memory of the process.
         environment (`dict`): Versions, threads, device.
     """

@@ -34,7 +34,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.adapters import load_weights
-from loopergy.distill.checks import check_finite, check_row_length, warn_of_rounding
+from loopergy.distill.checks import check_arguments, check_finite, check_row_length, warn_of_rounding
 from loopergy.distill.data import LanguageModelCollator
 from loopergy.distill.losses import IGNORE, shift_targets
 from loopergy.distill.processes import check_sharding, shared_folder
@@ -193,20 +193,20 @@ class StageConfig(TrainingArguments):
 
     def __post_init__(self):
         # transformers asks for this word before it trains in bfloat16 on a CPU.
-        self.use_cpu = self.use_cpu or (bool(self.bf16) and not torch.accelerator.is_available())
+        check_arguments(self, length=2, target_tokens=1, body_learning_rate=0, loss_chunk_size=1)
+        self.use_cpu = self.use_cpu or (self.bf16 and not torch.accelerator.is_available())
         super().__post_init__()
         # Pinned memory without an accelerator is a warning and nothing else.
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
-        for name, least in (("length", 2), ("target_tokens", 1), ("learning_rate", 0), ("body_learning_rate", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
         if self.target_tokens is not None:
             if self.max_steps > 0:
                 raise ValueError(
                     f"Give `target_tokens` or `max_steps`, not both ({self.target_tokens}, {self.max_steps})."
                 )
             self.max_steps = math.ceil(self.target_tokens / (self.rows_per_step * self.length))
+        # A short run logs the loss of all its steps.
+        if self.max_steps > 0:
+            self.logging_steps = min(self.logging_steps, self.max_steps)
 
     @property
     def rows_per_step(self) -> int:
@@ -399,17 +399,30 @@ class StageTrainer(WholeCheckpointsTrainer):
         load_weights(self.student, loaded.state_dict(), resume_from_checkpoint)
 
     def add_to_checkpoint(self, folder: Path) -> None:
-        """Write where the data go on."""
-        state = self._data_state()
-        if state is not None:
+        """Write where the data go on, and of which texts they are."""
+        state, data = {}, self.train_dataset
+        if hasattr(data, "state_dict") and self.args.dataloader_num_workers == 0:
+            steps = self.state.global_step - self._step_before
+            state = data.state_dict(self._rows_before + steps * self.args.rows_per_step)  # type: ignore[union-attr]
+        if hasattr(data, "texts_hash"):
+            state = {**state, "texts": data.texts_hash}  # type: ignore[union-attr]
+        if state:
             (folder / DATA_STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
-    def _data_state(self) -> dict[str, int] | None:
-        """Return where the data go on, if the data can tell."""
-        if not hasattr(self.train_dataset, "state_dict") or self.args.dataloader_num_workers > 0:
-            return None
-        steps = self.state.global_step - self._step_before
-        return self.train_dataset.state_dict(self._rows_before + steps * self.args.rows_per_step)  # type: ignore[union-attr]
+    def _take_up_data(self, checkpoint: Path) -> None:
+        """Set the data to the row after a checkpoint, if both can tell it; other data are read up to there."""
+        file, data = checkpoint / DATA_STATE_FILE, self.train_dataset
+        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if state.get("texts", there := getattr(data, "texts_hash", None)) != there:
+            raise StageError(
+                f"The texts are not those that {checkpoint} was trained on: their hash was {state['texts'][:16]}, it "
+                f"is {str(there)[:16]}. Restore them to go on, or remove {checkpoint.parent} to begin the stage anew."
+            )
+        if "rows" in state and hasattr(data, "load_state_dict"):
+            data.load_state_dict(state)  # type: ignore[union-attr]
+            progress = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            self._rows_before, self._step_before = state["rows"], progress["global_step"]
+            self.args.ignore_data_skip = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; with `resume_from_checkpoint=True` or a checkpoint's folder, go on as if never interrupted.
@@ -423,13 +436,7 @@ class StageTrainer(WholeCheckpointsTrainer):
         skip_before = self.args.ignore_data_skip
         if resume_from_checkpoint:
             self._resumed_from = str(resume_from_checkpoint)
-            file = Path(resume_from_checkpoint) / DATA_STATE_FILE
-            if file.is_file() and hasattr(self.train_dataset, "load_state_dict"):
-                state = json.loads(file.read_text(encoding="utf-8"))
-                self.train_dataset.load_state_dict(state)  # type: ignore[union-attr]
-                progress = json.loads((Path(resume_from_checkpoint) / "trainer_state.json").read_text())
-                self._rows_before, self._step_before = state["rows"], progress["global_step"]
-                self.args.ignore_data_skip = True
+            self._take_up_data(Path(str(resume_from_checkpoint)))
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoConfig
 from transformers.utils import logging
 
 from loopergy.conversion.report import REPORT_FILE, ConversionReport
@@ -30,6 +29,7 @@ from loopergy.distill.select import Selection
 from loopergy.distill.stage import STAGE_FILE, StageRecord
 from loopergy.energy_trace import EnergyTrace
 from loopergy.evaluation import RESULTS_FOLDER, Evaluation
+from loopergy.loading import model_config
 from loopergy.pretraining import REPORT_FILE as PRETRAINING_FILE
 from loopergy.pretraining import STAGES as PRETRAINING_STAGES
 from loopergy.tasks.training import HISTORY_FILE, History
@@ -64,7 +64,7 @@ def kept_files(source: Path) -> dict[str, Path]:
         `dict[str, Path]`: Path in the model's folder to the file.
     """
     found = {}
-    record, run = StageRecord.load(source), source.resolve().parent
+    record, run = _record(source), source.resolve().parent
     if record is not None and record.stage in STAGES and (run / "convert" / STAGE_FILE).is_file():
         found[REPORT_FILE] = run / "convert" / REPORT_FILE
         if "select" in {stage.stage for stage in lineage(record)}:
@@ -89,6 +89,12 @@ def lineage(record: StageRecord | None) -> list[StageRecord]:
         stages.insert(0, record)
         record = None if record.parent is None else StageRecord(**record.parent)
     return stages
+
+
+def _record(folder: Path) -> StageRecord | None:
+    """Read the record of a stage; None if there is none whose whole lineage can be read."""
+    record = _read(folder / STAGE_FILE, lambda file: lineage(StageRecord.load(file.parent)))
+    return record[-1] if record else None
 
 
 @dataclass
@@ -125,21 +131,22 @@ class CardFacts:
 
     @classmethod
     def of(cls, folder: Path) -> "CardFacts":
-        """Read a folder. A file that cannot be read is left out, with a warning.
+        """Read a folder. Of the files beside the config, one that is no JSON or has another shape is left out.
+
+        A warning names it. What a report holds further inside is not looked at.
 
         Raises:
-            ValueError: For a folder without a config.
+            ValueError: For a folder without a config, or with one that cannot be read.
         """
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} holds no model: there is no config.json")
         report, pretraining = (_read(folder / name, _read_json) or {} for name in ("report.json", PRETRAINING_FILE))
-        stages = lineage(_read(folder / STAGE_FILE, lambda file: StageRecord.load(file.parent)))
         results = [_read(file, Evaluation.load) for file in sorted((folder / RESULTS_FOLDER).glob("*.json"))]
         return cls(
-            config=AutoConfig.from_pretrained(folder),
+            config=model_config(folder),
             conversion=_read(folder / REPORT_FILE, ConversionReport.from_json),
             selection=_read(folder / "selection.json", Selection.from_json),
-            stages=stages,
+            stages=lineage(_record(folder)),
             report=report,
             pretraining=pretraining,
             history=_read(folder / HISTORY_FILE, lambda file: History.load(file.parent)),
@@ -162,14 +169,16 @@ def _pictures(folder: Path) -> list[str]:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    settings = folder / "tokenizer_config.json"
     if (folder / "chat_template.jinja").is_file():
         return True
-    return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
+    return bool((_read(folder / "tokenizer_config.json", _read_json) or {}).get("chat_template"))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}, not names and values")
+    return values
 
 
 def _read(file: Path, reader: Callable[[Path], _Read]) -> _Read | None:
@@ -177,6 +186,6 @@ def _read(file: Path, reader: Callable[[Path], _Read]) -> _Read | None:
         return None
     try:
         return reader(file)
-    except (ValueError, TypeError, KeyError) as error:
-        logger.warning(f"{file.name} is left out of the model card, as it cannot be read: {error}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning(f"{file.name} is left out of the model card, as it cannot be read: {error!r}")
         return None

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForSequenceClassification
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from loopergy.card_facts import CardFacts
 from loopergy.card_families import CARD_FAMILIES, family_limits
+from loopergy.conversion.public_names import public_name
 from loopergy.describe import describe_cost, format_bytes, model_cost, slot_table
 from loopergy.distill.teacher import SMOLLM2
+from loopergy.loading import auto_class
 from loopergy.modeling.learned_positions import WindowedGenerationMixin
 
 # Names of teachers that are no Hub ids, and what they are.
@@ -27,6 +34,11 @@ _DONE = {
     "select": "selected",
     "distill": "distilled",
     "extend": "extended",
+}
+_TASKS = {
+    AutoModel: "feature-extraction",
+    AutoModelForCausalLM: "text-generation",
+    AutoModelForSequenceClassification: "text-classification",
 }
 _CONTEXTS = (1024, 8192, 32768, 131072)
 Table = list[list[Any]]
@@ -68,7 +80,8 @@ def card_sections(
     if config.model_type not in CARD_FAMILIES:
         raise ValueError(f"model_type={config.model_type!r} is none of loopergy's: {', '.join(CARD_FAMILIES)}")
     family = CARD_FAMILIES[config.model_type]
-    generates = not any(kind.endswith("SequenceClassification") for kind in config.architectures or ())
+    head = auto_class(config)
+    generates = head is AutoModelForCausalLM
     standalone = "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     teacher, parent = public_teacher(facts)
     if facts.conversion is not None:
@@ -80,7 +93,7 @@ def card_sections(
         "name": name,
         "family": family,
         "repo_id": repo_id,
-        "task": "text-generation" if generates else "text-classification",
+        "task": _TASKS[head],
         "prompt": '[{"role": "user", "content": "Hello"}]' if generates and facts.chat else '"Once upon a time"',
         "standalone": standalone,
         "steps": family.steps if generates else None,
@@ -101,23 +114,21 @@ def card_sections(
         **_pretraining(facts),
         **_task(facts),
         **_energies(facts),
-        **(_costs(config) if generates else _size(config)),
+        **(_costs(config) if generates else _size(config, head)),
     }
 
 
 def public_teacher(facts: CardFacts) -> tuple[str | None, str | None]:
-    """Return what the model was made from, as may be published, and its Hub id if it has one.
-
-    A path of this machine is cut down to its last part.
-    """
+    """Return what the model was made from, as may be published, and its Hub id if it has one."""
     names = [facts.report.get("teacher", {}).get("name"), facts.conversion and facts.conversion.teacher["source"]]
     known = [str(name) for name in names if name and name != "memory"]
     if not known:
         return None, None
     name = _KNOWN_TEACHERS.get(known[0], known[0])
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not Path(name).exists() and not name.endswith(".gguf"):
+    public = public_name(name)
+    if public == name and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return name, name
-    return Path(name).name, None
+    return Path(public).name, None
 
 
 def _licence(license: str | None, standalone: bool, parent: str | None) -> str:
@@ -236,9 +247,9 @@ def _pretraining(facts: CardFacts) -> dict[str, Any]:
 
 
 def public_data(facts: CardFacts) -> str | None:
-    """Return the source of the text, as may be published: of a path of this machine only the last part."""
+    """Return the source of the text, as may be published."""
     data = facts.report.get("data") or facts.pretraining.get("data")
-    return data and (Path(data).name if Path(data).exists() or Path(data).is_absolute() else data)
+    return data and public_name(data)
 
 
 def _task(facts: CardFacts) -> dict[str, Any]:
@@ -291,10 +302,11 @@ def _costs(config: Any) -> dict[str, Any]:
     }
 
 
-def _size(config: Any) -> dict[str, Any]:
+def _size(config: Any, head: Any) -> dict[str, Any]:
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config)
-    rows = [["", ""], ["parameters", model.num_parameters()], ["labels", config.num_labels]]
+        model = head.from_config(config)
+    rows = [["", ""], ["parameters", model.num_parameters()]]
+    rows += [["labels", config.num_labels]] if head is AutoModelForSequenceClassification else []
     return {"overview": rows, "dtype": "", "cache": [], "slots": ""}
 
 

@@ -14,8 +14,18 @@ import typer
 
 import loopergy
 from loopergy.cli_evaluation import card, evaluate
-from loopergy.cli_options import Fields, Settings, example, settings, with_settings
-from loopergy.cli_pretrain import pretrain
+from loopergy.cli_options import (
+    Device,
+    Dtype,
+    Fields,
+    Settings,
+    checked_file,
+    example,
+    expanded,
+    settings,
+    with_settings,
+)
+from loopergy.cli_pretrain import RECIPE_HELP, RUN_HELP, pretrain
 from loopergy.cli_recipes import recipes
 from loopergy.cli_tasks import task_app
 
@@ -29,16 +39,21 @@ app = typer.Typer(
 
 MODEL_HELP = "Folder, Hub id, or .gguf file."
 MIXER_HELP = (
-    "Mixer of the other layers: gdn, window, kda, deltanet, mamba2, hgrn2, retnet, gla, la, nsa or dsa; or a pattern "
-    "over these layers, such as gdn*3,dsa."
+    "Mixer of the other layers: gdn (the default), window, kda, deltanet, mamba2, hgrn2, retnet, gla, la, nsa or dsa; "
+    "or a pattern over these layers, such as gdn*3,dsa."
 )
+KEEP_HELP = "Layers that keep full attention: 3,7,11, a count, a share such as 0.25, all or none."
 FORMAT_HELP = (
     "lt2; or rewritten exactly: llama (of cem_llama), cem_llama (of a tied llama), nrgpt (of an official .pt)."
 )
+PLOT_HELP = "Write the picture here (.png, .svg, .pdf)."
+TRACED_HELP = "Folder or Hub id of a CEM-Llama or NRGPT model with its tokenizer."
+INFO_HELP = "Folder, Hub id, config.json or preset. Without it: this installation."
+SOURCE_HELP = "Folder or Hub id."
 DEMO_HELP = "Gets the report and the student."
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it appears whole or not at all.")]
+OUTPUT_HELP = "Folder to write; it appears whole or not at all."
+Output = Annotated[Path, typer.Option("--output", "-o", help=OUTPUT_HELP, callback=expanded)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it holds something.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default that of the weights.")]
 
 
 def show_version(wanted: bool) -> None:
@@ -62,7 +77,7 @@ def common(
 @app.command(epilog=example("loopergy demo --teacher ouro-tiny -o demo-output"))
 def demo(
     teacher: Annotated[str, typer.Option(help="smollm2, ouro-tiny, or auto for the first that is there.")] = "auto",
-    output: Annotated[Path, typer.Option("--output", "-o", help=DEMO_HELP)] = Path("demo-output"),
+    output: Annotated[Path, typer.Option("--output", "-o", help=DEMO_HELP, callback=expanded)] = Path("demo-output"),
 ) -> None:
     """Walk the whole way with a small model, offline, in minutes; ends with a report to look at."""
     from loopergy.demo import run_demo
@@ -74,13 +89,10 @@ def demo(
 def convert(
     teacher: Annotated[str, typer.Argument(help=MODEL_HELP)],
     output: Output,
-    keep_layers: Annotated[
-        str | None,
-        typer.Option("--keep-layers", "-k", help="Layers that keep full attention: 3,7,11, a count, all or none."),
-    ] = None,
-    mixer: Annotated[str, typer.Option(help=MIXER_HELP)] = "gdn",
+    keep_layers: Annotated[str | None, typer.Option("--keep-layers", "-k", help=KEEP_HELP)] = None,
+    mixer: Annotated[str | None, typer.Option(help=MIXER_HELP)] = None,
     to: Annotated[str, typer.Option(help=FORMAT_HELP)] = "lt2",
-    seed: Annotated[int, typer.Option(help="Seed of the fresh tensors.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the fresh tensors; 0 by default.")] = None,
     dtype: Dtype = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a Hub id.")] = None,
     option: Settings = None,
@@ -94,19 +106,21 @@ def convert(
     from loopergy.conversion.exact_formats import convert_format, is_lt2_elsewhere
     from loopergy.conversion.folders import check_new_folder
 
-    ready = to == "lt2" and is_lt2_elsewhere(teacher)
-    if ready and keep_layers is not None:
-        raise ValueError(f"{teacher} is an LT2 already: it is rewritten as it is, without --keep-layers")
-    if to != "lt2" or ready:
-        convert_format(teacher, to, output, overwrite=overwrite, **settings(option))
+    check_new_folder(output, overwrite=overwrite)
+    loading, options = {"dtype": dtype, "revision": revision}, settings(option)
+    if flags := sorted({"keep_layers", "mixer", "seed", "overwrite", *loading} & set(options)):
+        raise ValueError(f"--set {', '.join(flags)}: give it as a flag, --{flags[0].replace('_', '-')}")
+    if to != "lt2" or is_lt2_elsewhere(teacher, revision):
+        hybrid = {"--keep-layers": keep_layers, "--mixer": mixer, "--seed": seed}
+        if unused := [flag for flag, value in hybrid.items() if value is not None]:
+            raise ValueError(f"{teacher} is rewritten exactly, as a {to}: without {', '.join(unused)}")
+        convert_format(teacher, to, output, overwrite=overwrite, **loading, **options)
         typer.echo(f"written to {output}")
         return
     if keep_layers is None:
-        raise ValueError("give --keep-layers: 3,7,11, a count, all or none")
-    check_new_folder(output, overwrite=overwrite)
-    result = loopergy.convert(
-        teacher, parse_layers(keep_layers), mixer, seed=seed, dtype=dtype, revision=revision, **settings(option)
-    )
+        raise ValueError(f"give --keep-layers. {KEEP_HELP}")
+    layers = parse_layers(keep_layers)
+    result = loopergy.convert(teacher, layers, mixer or "gdn", seed=seed or 0, **loading, **options)
     result.save_pretrained(output, overwrite=overwrite)
     result.report.print()
     typer.echo(f"written to {output}")
@@ -123,8 +137,10 @@ def parse_layers(text: str) -> str | int | float | list[int]:
         return text
 
 
-RunFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the run: one subfolder a stage.")]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML recipe; see recipes/.")]
+RunFolder = Annotated[Path, typer.Option("--output", "-o", help=RUN_HELP, callback=expanded)]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", "-r", help="YAML recipe; see recipes/.", callback=expanded)
+]
 Teacher = Annotated[str | None, typer.Option(help="Folder, Hub id, .gguf file or smollm2; overrides the recipe's.")]
 Data = Annotated[str | None, typer.Option(help="Text: offline, a file, a folder, or a Hub data set; overrides.")]
 
@@ -258,7 +274,7 @@ def extend(
 
 @app.command(epilog=example("loopergy run recipes/smollm2-135m.yaml -o runs/smollm2 --set align.target_tokens=4096"))
 def run(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe, or the name of one that `loopergy recipes` lists.")],
+    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, callback=expanded)],
     output: RunFolder,
     option: Settings = None,
 ) -> None:
@@ -278,7 +294,7 @@ app.command(epilog=example("loopergy recipes accelerate/ddp"))(recipes)
 
 @app.command(epilog=example('loopergy generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" --num-loops 2'))
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    model: Annotated[str, typer.Argument(help=SOURCE_HELP, callback=expanded)],
     prompt: Annotated[str, typer.Argument(help="What to answer, or with --raw what to continue.")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 256,
     num_loops: Annotated[int | None, typer.Option(min=1, help="Loops to run; the model's own by default.")] = None,
@@ -289,17 +305,18 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy by default.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Dtype = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one by default.")] = None,
+    device: Device = None,
 ) -> None:
     """Answer a prompt with any causal language model, and say how fast."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
+    from loopergy.conversion.whole_loading import checked_dtype, load_whole
     from loopergy.evaluation import check_run_options
+    from loopergy.loading import checked_device, found_model
     from loopergy.tasks.vocabulary import encode
 
     set_seed(seed)
-    options = {} if num_loops is None else {"num_loops": num_loops}
+    place, model = checked_device(device), found_model(model)
     check_run_options(model, num_loops)
     tokenizer = AutoTokenizer.from_pretrained(model)
     if raw or tokenizer.chat_template is None:
@@ -310,8 +327,8 @@ def generate(
         inputs = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True, **switch
         )
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", **options)
-    network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    network: Any = load_whole(AutoModelForCausalLM, model, dtype=checked_dtype(dtype), num_loops=num_loops)
+    network.to(place)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     began = time.perf_counter()
     tokens = network.generate(
@@ -327,9 +344,7 @@ def generate(
 
 @app.command(epilog=example("loopergy info ByteDance/Ouro-1.4B --context 32768 --batch 8"))
 def info(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder, Hub id, config.json or preset. Without it: this installation.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=INFO_HELP, callback=expanded)] = None,
     context: Annotated[
         int | None,
         typer.Option(min=1, help="Cached tokens per sequence; 4096 by default, or what the model can hold."),
@@ -339,12 +354,13 @@ def info(
 ) -> None:
     """Describe a model by its config alone: loops, mixers, parameters, cache bytes, arithmetic."""
     from loopergy import describe
+    from loopergy.conversion.whole_loading import checked_dtype
 
     if model is None:
         rows, table = describe.describe_installation(), []
     else:
         config = describe.find_config(model)
-        cost = describe.model_cost(config, context, batch, describe.named_dtype(dtype))
+        cost = describe.model_cost(config, context, batch, checked_dtype(dtype))
         rows, table = describe.describe_cost(model, config, cost), describe.slot_table(config, cost)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -355,20 +371,28 @@ def info(
 
 @app.command(epilog=example('loopergy trace runs/cem "def main(" --plot energies.png'))
 def trace(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a CEM-Llama or NRGPT model with its tokenizer.")],
+    model: Annotated[str, typer.Argument(help=TRACED_HELP, callback=expanded)],
     text: Annotated[str, typer.Argument(help="What to run the model on.")],
     num_steps: Annotated[int | None, typer.Option(min=1, help="Steps to run; the model's own by default.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the picture here (.png, .svg, .pdf).")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all energies here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help=PLOT_HELP, callback=expanded)] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all energies here.", callback=expanded)] = None,
 ) -> None:
     """Show the energy of every token over the steps, and how many tokens rise."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from loopergy.conversion.whole_loading import load_whole
+    from loopergy.energy_trace import picture_endings
+    from loopergy.loading import found_model
     from loopergy.tasks.vocabulary import encode
 
+    if json is not None:
+        checked_file(json)
+    if plot is not None:
+        checked_file(plot, picture_endings())
+    model = found_model(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = encode(tokenizer, text).input_ids
-    network = AutoModelForCausalLM.from_pretrained(model)
+    network = load_whole(AutoModelForCausalLM, model)
     result = loopergy.trace(network, ids, num_steps=num_steps, tokenizer=tokenizer)
     typer.echo(str(result))
     if json is not None:
@@ -383,7 +407,7 @@ app.command(epilog=example("loopergy card smollm2-hybrid --license apache-2.0"))
 
 @app.command(epilog=example("loopergy export runs/smollm2/distill -o smollm2-hybrid"))
 def export(
-    model: Annotated[str, typer.Argument(help="Folder (a Trainer's checkpoint too) or Hub id.")],
+    model: Annotated[str, typer.Argument(help="Folder (a Trainer's checkpoint too) or Hub id.", callback=expanded)],
     output: Output,
     dtype: Dtype = None,
     overwrite: Overwrite = False,
@@ -395,7 +419,7 @@ def export(
 
 @app.command(epilog=example("loopergy push smollm2-hybrid USER/smollm2-hybrid"))
 def push(
-    folder: Annotated[Path, typer.Argument(help="What `loopergy export` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="What `loopergy export` wrote.", callback=expanded)],
     repo_id: Annotated[str, typer.Argument(help="USER/NAME; made if it does not exist.")],
     private: Annotated[bool | None, typer.Option("--private/--public", help="For a new repository.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
@@ -412,7 +436,7 @@ def push(
 )
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    model: Annotated[str, typer.Argument(help=SOURCE_HELP, callback=expanded)],
 ) -> None:
     """Answer chats over HTTP: `transformers serve` with loopergy's models, and with all of its options.
 
@@ -420,21 +444,34 @@ def serve(
     """
     from transformers.cli.transformers import app as transformers_app
 
+    from loopergy.loading import check_whole, checked_device, found_model
+
+    for word, value in zip(context.args, [*context.args[1:], ""], strict=False):
+        if word == "--device" and value != "auto":
+            checked_device(value)
+        elif word.startswith("--device=") and word != "--device=auto":
+            checked_device(word.partition("=")[2])
+    model = found_model(model)
+    check_whole(model)
     transformers_app(["serve", model, *context.args])
 
 
 def message_of(error: Exception) -> str | None:
-    """Return what to tell the user of an error that input can cause; None for one that is a defect of ours."""
-    if isinstance(error, ValueError | OSError | ImportError):
-        return str(error)
+    """Return one line on an error that input or the machine can cause; None for one that is a defect of ours."""
     import yaml
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import HTTPError, StrictDataclassError
     from safetensors import SafetensorError
 
-    # These libraries' errors are no `ValueError`, and have several lines.
     line = " ".join(str(error).split())
+    if isinstance(error, ValueError | OSError | ImportError):
+        return line
+    # These libraries' errors are no `ValueError`.
     if isinstance(error, SafetensorError):
+        if line.startswith("Error while serializing"):
+            return f"a .safetensors file cannot be written: {line}"
         return f"a .safetensors file is damaged or cut short: {line}"
+    if isinstance(error, HTTPError):
+        return f"the Hub cannot be reached: {line or type(error).__name__}"
     if isinstance(error, yaml.YAMLError):
         return f"no YAML: {line}"
     return f"the model's config: {line}" if isinstance(error, StrictDataclassError) else None
@@ -448,9 +485,7 @@ def main() -> None:
         message = message_of(error)
         if message is None or "--debug" in sys.argv:
             raise
-        # What comes of a folder that is not there: the Hub's client takes its path for a name and finds it malformed.
-        no_folder = "there is no such folder. " if message.startswith("Repo id must be") else ""
-        typer.echo(f"loopergy: {no_folder}{message}", err=True)
+        typer.echo(f"loopergy: {message}", err=True)
         typer.echo("(loopergy --debug VERB ... shows where it came from)", err=True)
         raise SystemExit(2) from None
     finally:

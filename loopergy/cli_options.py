@@ -2,13 +2,48 @@
 """What the verbs of the command line share: how they read KEY=VALUE, and how they show an example."""
 
 import dataclasses
+import os
 import re
-from typing import Annotated, Any
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+_Place = TypeVar("_Place", str, Path, None)
+DTYPE_HELP = "float32, bfloat16, float16 or float64; by default that of the weights."
+Dtype = Annotated[str | None, typer.Option(help=DTYPE_HELP)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU if there is one by default.")]
 SET_HELP = "KEY=VALUE, read as YAML; may be given many times."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+
+
+def expanded(place: _Place) -> _Place:
+    """Replace a `~` at the front, which a shell leaves in `--output=~/run` and in quotes: a callback for paths."""
+    return place if place is None else type(place)(os.path.expanduser(place))
+
+
+def checked_file(file: Path, endings: Collection[str] = ()) -> Path:
+    """Return a file that a verb writes when its work is done, if it can be written.
+
+    Args:
+        file (`Path`): The file; folders above it need not be there.
+        endings (collection of `str`): Those that it may have; any by default.
+
+    Raises:
+        ValueError: For another ending.
+        OSError: If it is a folder, lies in a file, or must not be written.
+    """
+    if endings and file.suffix.removeprefix(".").lower() not in endings:
+        raise ValueError(f"{file}: the ending must be one of {', '.join(sorted(endings))}")
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder; give the name of a file")
+    above = next(place for place in file.absolute().parents if place.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{file}: {above} is a file; give a name in a folder")
+    if not os.access(above, os.W_OK):
+        raise PermissionError(f"{file}: {above} must not be written to; give another place")
+    return file
 
 
 def settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:

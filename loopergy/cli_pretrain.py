@@ -6,12 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from loopergy.cli_options import Settings, settings, with_settings
+from loopergy.cli_options import Settings, expanded, settings, with_settings
+
+RECIPE_HELP = "YAML recipe, or the name of one that `loopergy recipes` lists."
+RUN_HELP = "Folder of the run: one subfolder a stage."
 
 
 def pretrain(
-    recipe: Annotated[Path, typer.Argument(help="YAML recipe, or the name of one that `loopergy recipes` lists.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run: one subfolder a stage.")],
+    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, callback=expanded)],
+    output: Annotated[Path, typer.Option("--output", "-o", help=RUN_HELP, callback=expanded)],
     option: Settings = None,
 ) -> None:
     """Train a small Ouro from nothing: tokenizer, Ouro's own objective, exit gate; what was interrupted goes on."""
@@ -26,10 +29,11 @@ def pretrain(
 
 
 def _show(name: str, record: Any) -> None:
-    loops = record.metrics["loops"]
-    perplexity = ", ".join(f"{value:.1f}" for value in loops["loop_perplexity"])
+    measured, loops = "", record.metrics.get("loops")
+    if loops is not None:
+        perplexity = ", ".join(f"{value:.1f}" for value in loops["loop_perplexity"])
+        measured = f"  held-out perplexity by loop {perplexity}, mean exit after loop {loops['mean_exit']:.2f}"
     accuracy = "".join(f", {task} {value:.2f}" for task, value in record.metrics.get("tasks", {}).items())
     typer.echo(
-        f"{name:<8}  {record.tokens_seen:>12,} tokens  {record.metrics['seconds']:>8,.0f} s  held-out perplexity by "
-        f"loop {perplexity}, mean exit after loop {loops['mean_exit']:.2f}{accuracy}"
+        f"{name:<8}  {record.tokens_seen:>12,} tokens  {record.metrics['seconds']:>8,.0f} s{measured}{accuracy}"
     )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import loopergy
+from loopergy.loading import auto_class, model_config
 from loopergy.modeling.learned_positions import WindowedGenerationMixin
 
 
@@ -82,37 +83,22 @@ def find_config(name: str) -> Any:
     """Return the config of a preset of ours, a folder, a `config.json` or a Hub id.
 
     Raises:
-        OSError: for a name that is none of these.
+        ValueError, OSError: for a name that is none of these, or as [`model_config`].
     """
     if not Path(name).exists():
         for family, *_ in loopergy.FAMILIES:
             with suppress(ValueError):
                 return family.from_preset(name)
-    try:
-        return AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise OSError(f"{name!r} is no preset and no folder, and its config cannot be fetched: {error}") from error
-
-
-def named_dtype(name: str | None) -> torch.dtype | None:
-    """Return the floating-point type of a name such as `"bfloat16"`; None for None.
-
-    Raises:
-        ValueError: for any other name.
-    """
-    dtype = None if name is None else getattr(torch, name, None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype={name!r} is no floating-point type of torch: use float32, bfloat16 or float16.")
-    return dtype
+    return model_config(name)
 
 
 def model_cost(
     config: Any, context: int | None = None, batch: int = 1, dtype: torch.dtype | None = None, **run: Any
 ) -> ModelCost:
-    """Compute what a causal language model costs.
+    """Compute what a language model costs, with the head that its config was saved with.
 
     Args:
-        config: any config that `AutoModelForCausalLM.from_config` takes.
+        config: any config of a causal language model, of one without a head, or of a sequence classifier.
         context (`int`, *optional*): cached tokens per sequence; by default 4,096, or all but one of the positions of
             a model that has learned fewer.
         batch (`int`): sequences.
@@ -130,13 +116,16 @@ def model_cost(
     dtype = getattr(config, "dtype", None) if dtype is None else dtype
     dtype = torch.bfloat16 if dtype is None else dtype
     with torch.device("meta"), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        context = _context(model, context)
+        model = auto_class(config).from_config(config, dtype=dtype).eval()
+        # A classifier has no cache of its own.
+        decoder = model if model.can_generate() else model.base_model
+        context = _context(config, context)
         token = torch.zeros(batch, 1, dtype=torch.long)
-        cache = model(token, use_cache=True, **run).cache
+        cache = decoder(token, use_cache=True, **run).cache
         slots = _slots(config, cache.layers, context)
-        flops = _decode_flops(model, token, cache, context, run) // batch
-    embeddings = {id(part.weight): part for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+        flops = _decode_flops(decoder, token, cache, context, run) // batch
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {id(part.weight): part for part in heads if part is not None}
     return ModelCost(
         parameters=model.num_parameters(),
         embedding_parameters=sum(part.weight.numel() for part in embeddings.values()),
@@ -148,9 +137,10 @@ def model_cost(
     )
 
 
-def _context(model: Any, asked: int | None) -> int:
+def _context(config: Any, asked: int | None) -> int:
     """Return the context to compute for, with room for one token more in a table of positions."""
-    room = model.config.max_position_embeddings - 1 if isinstance(model, WindowedGenerationMixin) else None
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    room = config.max_position_embeddings - 1 if issubclass(kind, WindowedGenerationMixin) else None
     if asked is None:
         return 4096 if room is None else min(room, 4096)
     if room is not None and asked > room:
@@ -216,17 +206,19 @@ def describe_cost(name: str, config: Any, cost: ModelCost) -> list[tuple[str, st
     """Return (name, value) rows: sizes, layout, cache and arithmetic."""
     loops = getattr(config, "num_loops", 1)
     mixers = getattr(config, "layer_mixers", None) or [_only_mixer(config)] * config.num_hidden_layers
+    kind = ", ".join([config.model_type, *(config.architectures or ())[:1]])
     runs = [(mixer, len(list(group))) for mixer, group in groupby(mixers)]
     layers = f"{config.num_hidden_layers}, applied in {loops} loop{'s' if loops > 1 else ''}"
     if config.model_type == "nrgpt":
         layers = f"1 block, applied {config.num_hidden_layers} times"
+    packed = "" if getattr(config, "quantization_config", None) is None else " before packing; on disk they are packed"
     rows = [
-        ("model", f"{name} ({config.model_type})"),
+        ("model", f"{name} ({kind})"),
         ("parameters", f"{cost.parameters:,}, of which embeddings {cost.embedding_parameters:,}"),
         ("layers", layers),
         ("mixers", ", ".join(mixer if count == 1 else f"{mixer} x {count}" for mixer, count in runs)),
         ("trained context", f"{config.max_position_embeddings:,} tokens"),
-        ("weights", f"{format_bytes(cost.weight_bytes)} in {str(cost.dtype).removeprefix('torch.')}"),
+        ("weights", f"{format_bytes(cost.weight_bytes)} in {str(cost.dtype).removeprefix('torch.')}{packed}"),
         ("cache", f"{format_bytes(cost.cache_bytes)} at {cost.context:,} tokens, batch {cost.batch}"),
         ("arithmetic", f"{cost.flops / 1e9:,.3g} GFLOP to decode one token there"),
     ]

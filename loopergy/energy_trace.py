@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from loopergy.conversion.folders import replace_file
 from loopergy.modeling.descent_guarantee import Condition, DescentConditions, descent_conditions
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class EnergyTrace:
         tokens (`list[str]`): what each token reads as, or its id.
         state_change (`torch.Tensor` of shape (steps, tokens), *optional*): how far each step moves the normed state of
             a token (root mean square over the width), in a model of one repeated block: 0 is a fixed point.
-        conditions ([`DescentConditions`], *optional*): which conditions of NRGPT's descent guarantee hold for the
+        conditions ([`DescentConditions`], *optional*): which conditions of the model's descent guarantee hold for the
             weights, and which do not.
     """
 
@@ -64,8 +65,8 @@ class EnergyTrace:
         return values
 
     def to_json(self, path: str | Path) -> None:
-        """Write [`to_dict`] to a file."""
-        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+        """Write [`to_dict`] to a file, replacing an old one in one step; folders above it are made."""
+        replace_file(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def from_json(cls, path: str | Path) -> "EnergyTrace":
@@ -103,19 +104,31 @@ class EnergyTrace:
         """Draw one row a part: mean energy over steps, the change of each token, the share that rises.
 
         Args:
-            path (*optional*): where to write the picture; its ending gives the format.
+            path (*optional*): where to write the picture; its ending gives the format. Folders above it are made.
 
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise ImportError('Pictures need matplotlib: pip install "loopergy[plots]"') from error
+        picture_endings()
         figure = _draw(self)
         if path is not None:
+            path = Path(path).expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150, bbox_inches="tight")
         return figure
+
+
+def picture_endings() -> set[str]:
+    """Return the endings of the pictures that can be written, without the dot.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError('Pictures need matplotlib: pip install "loopergy[plots]"') from error
+    return set(FigureCanvasBase.get_supported_filetypes())
 
 
 def trace(
@@ -124,7 +137,7 @@ def trace(
     """Run an energy-based model on one sequence and return its energies.
 
     Args:
-        model: a CEM-Llama or NRGPT model, with a head or without.
+        model: a CEM-Llama or NRGPT model, with a head or without, or one with adapters of `peft`, which count.
         input_ids (`torch.LongTensor` of shape (tokens,) or (1, tokens), or a list): the sequence.
         num_steps (`int`, *optional*): steps to run; the config's by default.
         tokenizer (*optional*): names the tokens.
@@ -139,6 +152,7 @@ def trace(
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
         raise ValueError(f"input_ids of shape {tuple(ids.shape)}: trace takes one sequence, (tokens,) or (1, tokens).")
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     base = getattr(model, getattr(model, "base_model_prefix", ""), model)
     model_type = model.config.model_type
     if model_type not in ("cem_llama", "nrgpt"):
@@ -164,7 +178,7 @@ def trace(
     if states:
         normed = torch.stack([base.block.norm(state)[0] for state in states]).detach()
         result.state_change = normed.diff(dim=0).square().mean(dim=-1).sqrt().cpu()
-        result.conditions = descent_conditions(base)
+    result.conditions = descent_conditions(base)
     return result
 
 

@@ -30,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from loopergy.conversion.folders import replace_file, saved_tokenizer
+from loopergy.conversion.public_names import public_name
+from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.distill.data import jsonl_records
+from loopergy.loading import check_whole, checked_device, found_model, model_config
+from loopergy.tasks.vocabulary import encode
 
 RESULTS_FOLDER = "evaluation"
 _ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
@@ -124,6 +127,9 @@ class Evaluation:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.pop("format", None) != 1:
             raise ValueError(f"{file} is no result of `loopergy eval` in a format that this version reads (1)")
+        tasks = values.get("tasks")
+        if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
+            raise ValueError(f"{file}: `tasks` must hold the results by task, got {tasks!r}")
         return cls(**values)
 
 
@@ -167,46 +173,35 @@ def evaluate(
 
     Raises:
         ImportError: Without lm-eval.
-        ValueError: For an unknown task, a file that is no task, a model without a usable tokenizer, or loops or steps
-            that the model does not have.
+        ValueError: For an unknown task, a file that is no task, a model without a usable tokenizer, loops or steps
+            that the model does not have, a dtype or device that cannot be used, a checkpoint with other tensors than
+            its config describes, or words that the tokenizer does not have.
+        FileNotFoundError: For a model that is neither here nor on the Hub.
         OSError: For data that cannot be fetched.
     """
     if find_spec("lm_eval") is None:
         raise ImportError('Evaluation needs lm-eval: pip install "loopergy[eval]"')
-    from lm_eval.evaluator import simple_evaluate
 
     began = time.perf_counter()
-    if limit is not None and not limit > 0:
-        raise ValueError(f"limit={limit} must be above 0: a number of examples, or a share below 1")
-    limit = int(limit) if limit is not None and limit >= 1 else limit
+    limit = _checked_limit(limit)
+    run = {name: value for name, value in (("num_loops", num_loops), ("num_steps", num_steps)) if value is not None}
     if isinstance(model, str | Path):
+        model = found_model(model)
         check_run_options(model, num_loops, num_steps)
+        checked_dtype(dtype)
+        checked_device(device)
     names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name.strip()]
     loaded, files, manager = load_tasks(names, include_path)
-    run = {name: value for name, value in (("num_loops", num_loops), ("num_steps", num_steps)) if value is not None}
     network = _language_model(model, tokenizer, batch_size, dtype, device, run)
-    with_cache, network.model.config.use_cache = network.model.config.use_cache, False  # scoring needs none
-    try:
-        raw = simple_evaluate(
-            network,
-            tasks=loaded,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            batch_size=batch_size,
-            apply_chat_template=apply_chat_template,
-            log_samples=False,
-            task_manager=manager,
-        )
-    finally:
-        network.model.config.use_cache = with_cache
+    given = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    raw = _measure(network, loaded, manager, batch_size=batch_size, **given)
     if raw is None:
         return None
-    given = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template or None, **run}
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in {**given, **run}.items() if value is not None and value is not False}
     settings |= {"batch_size": batch_size, "max_length": network.max_length, "device": network.device.type}
     settings["dtype"] = str(network.model.dtype).removeprefix("torch.")
     return Evaluation(
-        model=_public_name(model),
+        model=_name(model),
         tasks=_task_entries(raw, files),
         settings=settings,
         versions={name: version(name) for name in ("loopergy", "lm-eval", "transformers", "torch")},
@@ -215,10 +210,58 @@ def evaluate(
     )
 
 
-def _public_name(model: Any) -> str:
+def _measure(network: Any, tasks: list[Any], manager: Any, **options: Any) -> Any:
+    """Run lm-eval; None in all processes but the first of a distributed run."""
+    from lm_eval.evaluator import simple_evaluate
+
+    with_cache, network.model.config.use_cache = network.model.config.use_cache, False  # scoring needs none
+    try:
+        with _no_git(), _named_words(tasks, network.tokenizer):
+            return simple_evaluate(network, tasks=tasks, log_samples=False, task_manager=manager, **options)
+    finally:
+        network.model.config.use_cache = with_cache
+
+
+def _checked_limit(limit: float | None) -> float | None:
+    if limit is None or 0 < limit < 1:
+        return limit
+    if limit < 1 or limit != int(limit):
+        raise ValueError(f"limit={limit} must be a whole number of examples, or a share above 0 and below 1")
+    return int(limit)
+
+
+def _name(model: Any) -> str:
     """Name a model without saying where on this machine it is."""
-    source = str(model) if isinstance(model, str | Path) else model.name_or_path
-    return Path(source).resolve().name if Path(source).exists() else source or type(model).__name__
+    source = model if isinstance(model, str | Path) else model.name_or_path
+    return public_name(source) or type(model).__name__
+
+
+@contextmanager
+def _no_git() -> Iterator[None]:
+    """Keep lm-eval from asking git, which complains outside a repository, for a commit that we do not keep."""
+    from lm_eval import evaluator
+
+    asks, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = asks
+
+
+@contextmanager
+def _named_words(tasks: Sequence[Any], tokenizer: Any) -> Iterator[None]:
+    """Name the words of the tasks that a tokenizer without an unknown token does not have."""
+    try:
+        yield
+    except Exception as error:  # the tokenizers library raises nothing more special
+        if "Missing [UNK] token" not in str(error):
+            raise
+        groups = [task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task] for task in tasks]
+        requests = [request for group in groups for leaf in group for request in leaf.instances or ()]
+        for text in (part for request in requests for part in request.args):
+            if isinstance(text, str) and text.strip():
+                encode(tokenizer, text)
+        raise
 
 
 def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> tuple[list[Any], dict[str, Any], Any]:
@@ -347,7 +390,7 @@ def check_run_options(model: str | Path, num_loops: int | None = None, num_steps
     for name, value, families in (loops, steps):
         if value is None:
             continue
-        config = AutoConfig.from_pretrained(model)
+        config = model_config(model)
         if not hasattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise ValueError(
@@ -363,6 +406,8 @@ def _language_model(
     from lm_eval.models.huggingface import HFLM
 
     named = isinstance(model, str | Path)
+    # lm-eval takes another device than one that it does not know.
+    place = str(checked_device(device))
     if not named and (run or dtype or device):
         raise ValueError(
             "num_loops, num_steps, dtype and device are for loading; a model in memory is measured as it is: load it "
@@ -370,17 +415,17 @@ def _language_model(
         )
     tokenizer = tokenizer or saved_tokenizer(model if named else model.name_or_path)
     if tokenizer is None:
-        raise ValueError(f"there is no tokenizer beside {_public_name(model)}: lm-eval measures texts, not ids")
+        raise ValueError(f"there is no tokenizer beside {_name(model)}: lm-eval measures texts, not ids")
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {_public_name(model)} has neither bos_token nor eos_token, one of which lm-eval puts "
+            f"the tokenizer of {_name(model)} has neither bos_token nor eos_token, one of which lm-eval puts "
             "where nothing precedes a text. Models trained on our tasks are measured by `loopergy task eval`"
         )
     wrapper: Any = HFLM  # its decorator hides the constructor from type checkers
     options: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "backend": "causal"}
     if named:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        network = wrapper(str(model), dtype=dtype or "auto", device=device, **options, **run)
+        check_whole(str(model))
+        network = wrapper(str(model), dtype=checked_dtype(dtype) or "auto", device=place, **options, **run)
     else:
         network = wrapper(model, **options)
     # Sums of many logarithms, so that bfloat16 weights do not make the result depend on the batch.

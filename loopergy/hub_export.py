@@ -8,18 +8,25 @@ imported its own classes are used instead.
 
 import json
 import re
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from loopergy.conversion.folders import new_folder, saved_tokenizer
+from loopergy.conversion.whole_loading import load_whole
 from loopergy.hub_code import code_of
+from loopergy.loading import auto_class, found_model, model_config
+from loopergy.public_files import copy_public
 
 logger = logging.get_logger(__name__)
+
+# Hidden files that belong to a repository; others are the user's.
+_PUBLISHED = (".eval_results", ".gitattributes")
+# What transformers notes in a tokenizer's settings about this machine.
+_NOTED = ("is_local", "local_files_only", "name_or_path")
 
 
 def export(
@@ -27,8 +34,11 @@ def export(
 ) -> Path:
     """Write a self-contained folder of a model of ours.
 
+    Reports beside the model come along; of a path of this machine they keep the last part.
+
     Args:
-        model: the model in memory, or a folder (a Trainer's checkpoint too) or Hub id to load it from.
+        model: the model in memory, or a folder (a Trainer's checkpoint too) or Hub id to load it from, with the head
+            that it was saved with.
         folder (`str` or `Path`): where to write; it appears whole or not at all.
         tokenizer (*optional*): saved beside the model; by default the one beside the weights, if there is one.
         dtype (`str`, *optional*): type to load and write the weights in; by default the one they have.
@@ -38,12 +48,14 @@ def export(
         `Path`: the folder.
 
     Raises:
-        ValueError: for a model that is not ours, an adapter that is not merged, or `dtype` with a model in memory.
+        ValueError: for a model that is not ours, an adapter that is not merged, packed weights, `dtype` with a model
+            in memory, or a checkpoint that lacks tensors, has others, or has some of another shape.
+        FileNotFoundError: for a model that is neither here nor on the Hub.
         FileExistsError: if the folder holds something.
     """
-    source = None
+    folder, source = Path(folder).expanduser(), None
     if isinstance(model, (str, Path)):
-        source = str(model)
+        source = found_model(model)
         model = _load(source, dtype)
         tokenizer = tokenizer or saved_tokenizer(source)
     elif dtype is not None:
@@ -55,8 +67,17 @@ def export(
         model.save_pretrained(place)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
-        _add_card(place, source, Path(folder).name)
-    return Path(folder)
+            _forget_source(place / "tokenizer_config.json")
+        _add_card(place, source, folder.resolve().name)
+    return folder
+
+
+def _forget_source(settings: Path) -> None:
+    """Drop what a tokenizer's settings say about where it was loaded from."""
+    if settings.is_file():
+        values = json.loads(settings.read_text(encoding="utf-8"))
+        kept = {name: value for name, value in values.items() if name not in _NOTED}
+        settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _add_card(place: Path, source: str | None, name: str) -> None:
@@ -66,10 +87,8 @@ def _add_card(place: Path, source: str | None, name: str) -> None:
 
     beside = Path(source) if source is not None and Path(source).is_dir() else None
     if beside is not None:
-        for path, file in {**kept_files(beside), CARD_FILE: beside / CARD_FILE}.items():
-            if file.is_file():
-                (place / path).parent.mkdir(exist_ok=True)
-                shutil.copy(file, place / path)
+        card = {CARD_FILE: beside / CARD_FILE} if (beside / CARD_FILE).is_file() else {}
+        copy_public({**kept_files(beside), **card}, place)
     if is_edited(place / CARD_FILE):
         logger.warning(
             f"{CARD_FILE} of {source} was edited by hand and is kept; a new one: loopergy card FOLDER --overwrite"
@@ -81,6 +100,8 @@ def _add_card(place: Path, source: str | None, name: str) -> None:
 def push(folder: str | Path, repo_id: str, *, private: bool | None = None, revision: str | None = None) -> str:
     """Publish an exported folder in one commit: all of it arrives, or nothing.
 
+    Hidden files and `__pycache__` stay here, but for `.eval_results` and `.gitattributes`.
+
     Args:
         folder: what [`export`] wrote.
         repo_id (`str`): `"user/name"`; made if it does not exist.
@@ -91,9 +112,9 @@ def push(folder: str | Path, repo_id: str, *, private: bool | None = None, revis
         `str`: the commit's address.
 
     Raises:
-        ValueError: if the folder is no export, or lacks a shard of its weights.
+        ValueError: as [`check_export`].
     """
-    place = Path(folder)
+    place = Path(folder).expanduser()
     check_export(place)
     message = f"Upload {place.resolve().name}"
     return _commit(place, repo_id, private=private, revision=revision, commit_message=message).commit_url
@@ -154,7 +175,7 @@ def push_model(
 def _commit(
     folder: Path, repo_id: str, *, private: bool | None, revision: str | None, token: Any = None, **options: Any
 ) -> Any:
-    """Make the repository, and the branch if one is named, and send all files of a folder in one commit."""
+    """Make the repository, and the branch if one is named, and send the files of a folder in one commit."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(token=token)
@@ -162,19 +183,24 @@ def _commit(
     if revision is not None and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     # Not `upload_folder`, which may split a large folder over several commits.
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    operations = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in files]
+    names = sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    operations = [CommitOperationAdd(name.as_posix(), folder / name) for name in names if _is_published(name)]
     return api.create_commit(repo_id, operations, revision=revision, **options)
 
 
+def _is_published(name: Path) -> bool:
+    return not any(part == "__pycache__" or (part[0] == "." and part not in _PUBLISHED) for part in name.parts)
+
+
 def check_export(folder: Path) -> None:
-    """Fail unless a folder loads on its own: config with `auto_map`, the code that it names, all weights.
+    """Fail unless a folder has what an export has: config with `auto_map`, the code that it names, whole weight files.
+
+    The weight files hold what the index names; that these are all tensors of the model is for [`export`] to see.
 
     Raises:
-        ValueError: naming what is missing and how to get it.
+        ValueError: naming what is missing or damaged and how to get it.
     """
-    config = folder / "config.json"
-    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    fields = _json_object(folder / "config.json")
     if "auto_map" not in fields:
         raise ValueError(
             f"{folder} is no exported model (no config.json with auto_map): loopergy export MODEL -o FOLDER"
@@ -183,21 +209,46 @@ def check_export(folder: Path) -> None:
     for file in folder.glob("*.py"):
         imported = re.findall(r"^\s*from \.(\w+) import", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         wanted |= {f"{module}.py" for module in imported}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    else:
-        wanted.add("model.safetensors")
-    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    tensors: dict[str, set[str]] = {}
+    for tensor, shard in _json_object(folder / "model.safetensors.index.json").get("weight_map", {}).items():
+        tensors.setdefault(shard, set()).add(tensor)
+    tensors = tensors or {"model.safetensors": set()}
+    missing = sorted(name for name in wanted | tensors.keys() if not (folder / name).is_file())
     if missing:
         raise ValueError(f"{folder} lacks {', '.join(missing)}: export the model again.")
+    for shard, names in tensors.items():
+        try:
+            with safe_open(folder / shard, framework="pt") as weights:
+                absent = sorted(names - set(weights.keys()))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / shard} is damaged or cut short ({error}): export the model again.") from error
+        if absent:
+            raise ValueError(f"{folder / shard} lacks {', '.join(absent[:5])} of the index: export it again.")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds names and values; nothing if it is not there."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): export the model again.") from error
+    return values if isinstance(values, dict) else {}
 
 
 def _load(source: str, dtype: str | None) -> Any:
-    config = AutoConfig.from_pretrained(source)
-    classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-    return auto.from_pretrained(source, dtype=dtype or "auto")
+    config = model_config(source)
+    if (packed := getattr(config, "quantization_config", None)) is not None:
+        raise _packed_error(packed)
+    return load_whole(auto_class(config), source, dtype=dtype)
+
+
+def _packed_error(packed: Any) -> ValueError:
+    """Return the error for weights that a quantiser packed and that were then loaded: they cannot be written again."""
+    method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
+    return ValueError(
+        f"The weights are packed (quant_method {str(getattr(method, 'value', method))!r}) and cannot be written once "
+        "they are loaded: copy the folder, which holds its code, or export the full weights and quantise those again."
+    )
 
 
 def _check_exportable(model: Any) -> None:
@@ -207,6 +258,8 @@ def _check_exportable(model: Any) -> None:
             "The model carries an adapter: export(model.merge_and_unload(), ...), or save the adapter alone with "
             "model.save_pretrained."
         )
+    if getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
+        raise _packed_error(model.config.quantization_config)
     code = code_of(model.config)
     if code is None:
         raise ValueError(

@@ -14,11 +14,15 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import logging
 
 from loopergy.card_facts import PICTURES_FOLDER, CardFacts
 from loopergy.card_sections import card_sections, model_index, public_teacher
 from loopergy.conversion.folders import replace_file
 from loopergy.evaluation import Evaluation
+
+logger = logging.get_logger(__name__)
 
 CARD_FILE, RESULTS_FOLDER = "README.md", ".eval_results"
 _MARK, _RESULTS_MARK = "<!-- loopergy card ", "# loopergy card"
@@ -53,11 +57,13 @@ def write_card(
         `Path`: The card.
 
     Raises:
-        ValueError: For a folder without a model of ours.
+        ValueError: For a folder without a model of ours, or a `repo_id` that the Hub would not take.
         FileExistsError: For a card that was edited by hand.
     """
-    place = Path(folder)
+    place = Path(folder).expanduser()
     card = place / CARD_FILE
+    if repo_id is not None:
+        validate_repo_id(repo_id)
     if not overwrite and is_edited(card):
         raise FileExistsError(
             f"{card} was edited by hand and is kept; overwrite=True (loopergy card --overwrite) writes a new one"
@@ -90,7 +96,10 @@ def is_edited(card: Path) -> bool:
     """Say whether a card is there that is not, byte for byte, one that `write_card` wrote."""
     if not card.is_file():
         return False
-    body, mark, _ = (text := card.read_text(encoding="utf-8")).rpartition(f"\n{_MARK}")
+    try:
+        body, mark, _ = (text := card.read_text(encoding="utf-8")).rpartition(f"\n{_MARK}")
+    except UnicodeDecodeError:
+        return True
     return not mark or _marked(body) != text
 
 
@@ -100,7 +109,12 @@ def _marked(text: str) -> str:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    return ModelCard.load(card).data.to_dict() if card.is_file() else {}
+    """Read the head of a card that is to be replaced; of one that cannot be read, nothing."""
+    try:
+        return ModelCard.load(card).data.to_dict() if card.is_file() else {}
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        logger.warning(f"{card} cannot be read, so nothing of it is taken over: {' '.join(str(error).split())}")
+        return {}
 
 
 def _template() -> Any:

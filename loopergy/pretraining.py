@@ -14,11 +14,9 @@ gate: {target_tokens: 50_000, length: 512}
 A recipe that is run again skips the stages whose folder has a `stage.json` and resumes the one that was interrupted.
 """
 
-import gc
 import json
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +24,42 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, set_seed
 
 from loopergy.configuration.configuration_ouro import OuroConfig
+from loopergy.conversion.config_fields import check_fields
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.checks import check_trains
+from loopergy.distill.checks import check_least, check_row_length, check_trains
 from loopergy.distill.data import PackedDataset, held_out_batches, load_documents
+from loopergy.distill.fields import check_keys, field_names, read_fields, read_part, read_value
 from loopergy.distill.pictures import draw_losses, to_svg
-from loopergy.distill.pretrain import GateConfig, GateTrainer, PretrainConfig, PretrainTrainer, evaluate_loops
-from loopergy.distill.processes import join_processes, shared_folder, whole
+from loopergy.distill.pretrain import (
+    GateConfig,
+    GateTrainer,
+    PretrainConfig,
+    PretrainTrainer,
+    check_loops,
+    evaluate_loops,
+)
+from loopergy.distill.processes import join_processes, shared_folder
 from loopergy.distill.recipe_parts import (
     EvaluateSettings,
-    check_keys,
     differences,
-    field_names,
     naming,
-    read_part,
     read_recipe,
+    read_stage,
     run_stages,
+    train_stage,
 )
 from loopergy.distill.report import loss_curve
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord, StageTrainer
+from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, check_shares, task_shares
-from loopergy.tasks.new_model import check_fields
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
 REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
 # Beside a tokenizer that was trained here: on what.
 TOKENIZER_FILE = "trained_on.json"
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# The recipe's seed draws the weights and orders the data.
+_BARRED = {"seed": "the recipe's own `seed` counts; set that"}
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -73,21 +81,38 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    if vocab_size < 256 + len(special):
-        raise ValueError(f"tokenizer: `vocab_size` must be at least {256 + len(special)}, got {vocab_size}.")
+    if vocab_size < 256 + len(_SPECIAL):
+        raise ValueError(f"tokenizer: `vocab_size` must be at least {256 + len(_SPECIAL)}, got {vocab_size}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(documents, trainer)
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    return _with_template(tokenizer)
+
+
+def _with_template(tokenizer: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the tokenizers library with the special tokens and the template of those trained here."""
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
     fast.chat_template = _CHAT_TEMPLATE
     return fast
+
+
+def _documents_at_hand(source: str) -> list[str]:
+    """Return the documents to train a tokenizer on, chats as its template writes them."""
+    from tokenizers import Tokenizer, models
+
+    documents = load_documents(source, _with_template(Tokenizer(models.BPE())))
+    if not isinstance(documents, list):
+        raise ValueError(
+            f"data: there is no file or folder {source!r}, so it names a data set of the Hub, which is streamed, and "
+            "a tokenizer is trained on documents at hand. Correct the path, or name a tokenizer to load."
+        )
+    return documents
 
 
 @dataclass
@@ -101,10 +126,17 @@ class Start:
     Args:
         embedding_std (`float`): Standard deviation of the embeddings.
         branch_scale (`float`): Weight of the norms behind attention and MLP.
+
+    Raises:
+        ValueError: A value that is no number, or a negative deviation.
     """
 
     embedding_std: float = field(default=1.0, metadata={"help": "Standard deviation of the embeddings."})
     branch_scale: float = field(default=0.35, metadata={"help": "Weight of the norms behind attention and MLP."})
+
+    def __post_init__(self):
+        read_fields(self)
+        check_least("start", self, embedding_std=0)
 
     @torch.no_grad()
     def apply(self, model: OuroForCausalLM) -> None:
@@ -128,16 +160,16 @@ class PretrainRecipe:
         tasks (`list[dict]`): `task` and `share` of the rows, `whole_rows`, and options of the task, see
             [`TextAndTasks`]. After training the accuracy on each is measured.
         gate (`dict`, *optional*): Fields of `GateConfig`; the gate is not trained alone without it.
-        evaluate (`dict`): `num_tokens`, `length` and `batch_size` of the held-out text.
+        evaluate (`dict`): `num_tokens`, `length` and `batch_size` of the held-out text; 0 tokens: none.
         seed (`int`, defaults to 0): Of initialisation and data order.
 
     Raises:
-        ValueError: An unknown key, anywhere.
+        ValueError: An unknown key, or a value of another type, anywhere.
     """
 
     pretrain: dict[str, Any]
     data: str = "offline"
-    tokenizer: dict[str, int] | str = field(default_factory=lambda: {"vocab_size": 4096})
+    tokenizer: dict[str, Any] | str = field(default_factory=lambda: {"vocab_size": 4096})
     model: dict[str, Any] = field(default_factory=dict)
     start: dict[str, float] | None = None
     tasks: list[dict[str, Any]] = field(default_factory=list)
@@ -147,17 +179,25 @@ class PretrainRecipe:
 
     def __post_init__(self):
         # What is null has the default; a gate or a start that is null is left out.
-        self.tasks, self.evaluate = self.tasks or [], {} if self.evaluate is None else self.evaluate
-        parts = {"pretrain": PretrainConfig, "gate": GateConfig, "start": Start, "evaluate": EvaluateSettings}
-        for name, kind in parts.items():
+        self.tasks = [] if self.tasks is None else self.tasks
+        self.evaluate = {} if self.evaluate is None else self.evaluate
+        self.model = {} if self.model is None else self.model
+        for name, (kind, _) in STAGES.items():
             if getattr(self, name) is not None or name == "pretrain":
-                setattr(self, name, read_part(name, getattr(self, name), kind))
-        EvaluateSettings(**self.evaluate)
+                setattr(self, name, read_stage(name, getattr(self, name), kind, barred=_BARRED))
+        for name, kind in (("start", Start), ("evaluate", EvaluateSettings)):
+            if getattr(self, name) is not None:
+                setattr(self, name, part := read_part(name, getattr(self, name), kind))
+                kind(**part)
+        read_fields(self)
+        check_least("", self, seed=0)
         check_fields(OuroConfig, self.model)
         if isinstance(self.tokenizer, Mapping):
             check_keys("tokenizer", self.tokenizer, ["vocab_size"])
             if "vocab_size" not in self.tokenizer:
                 raise ValueError("tokenizer: `vocab_size` is missing; give it, or the name of a tokenizer.")
+            vocab_size = read_value("tokenizer: `vocab_size`", self.tokenizer["vocab_size"], int)
+            self.tokenizer = {"vocab_size": vocab_size}
         check_entries(self.tasks)
 
     @classmethod
@@ -203,15 +243,13 @@ class PretrainRun:
         self.processes = join_processes()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = self._tokenizer()
+        self.config = self._config()
         self.tasks = task_shares(recipe.tasks, self.tokenizer)
         settings = EvaluateSettings(**recipe.evaluate)
-        self.held_out = held_out_batches(
-            recipe.data,
-            self.tokenizer,
-            length=settings.length,
-            num_tokens=settings.num_tokens,
-            batch_size=settings.batch_size,
-        )
+        self.held_out: list[dict[str, torch.Tensor]] = []
+        if settings.num_tokens > 0:
+            self._check_length("evaluate", settings.length)
+            self.held_out = held_out_batches(recipe.data, self.tokenizer, **asdict(settings))
 
     @property
     def is_main(self) -> bool:
@@ -236,15 +274,30 @@ class PretrainRun:
         # None writes before all have looked.
         self.processes.wait_for_everyone()
         if missing:
-            documents = load_documents(self.recipe.data)
-            if not isinstance(documents, list):
-                raise ValueError("A tokenizer is trained on documents at hand, not on a stream: name one to load.")
-            trained = train_tokenizer(documents, asked["vocab_size"])
+            trained = train_tokenizer(_documents_at_hand(self.recipe.data), asked["vocab_size"])
             with shared_folder(folder) as unfinished:
                 if unfinished is not None:
                     trained.save_pretrained(unfinished)
                     replace_file(unfinished / TOKENIZER_FILE, json.dumps(trained_on) + "\n")
         return AutoTokenizer.from_pretrained(str(folder))
+
+    def _config(self) -> OuroConfig:
+        """Return the config of the model, made for the tokenizer."""
+        tokens = len(self.tokenizer)
+        with naming("model"):
+            config = OuroConfig.from_preset("tiny", **{"vocab_size": tokens, **self.recipe.model})
+            if config.vocab_size < tokens:
+                raise ValueError(
+                    f"`vocab_size` must be at least {tokens}, the tokenizer's tokens, got {config.vocab_size}. Leave "
+                    "it out, or give a smaller tokenizer."
+                )
+        return config
+
+    def _check_length(self, name: str, length: int) -> None:
+        """Refuse rows that the model is not made for."""
+        with naming(name):
+            limit = self.config.max_position_embeddings
+            check_row_length(length, limit, "model", f"`model.max_position_embeddings={length}`")
 
     def run(self) -> dict[str, Any]:
         """Run what is not done yet; return what `pretraining.json` holds."""
@@ -255,8 +308,12 @@ class PretrainRun:
                 args = self._arguments(name, part)
                 check_trains(args)
                 check_shares(self.tasks, args.length)
+                if name == "gate":
+                    check_loops(self.config.num_loops)
+            self._check_length(name, args.length)
         settings = {name: self._settings(part) for name, part in parts.items()}
-        run_stages(self, settings, lambda name: self._train(name, parts[name]), order=tuple(STAGES))
+        perform = lambda name: self._train(name, parts[name])  # noqa: E731
+        run_stages(self, settings, perform, order=tuple(STAGES), origin=self._origin)
         report = self.report()
         if self.is_main:
             replace_file(self.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")
@@ -276,6 +333,10 @@ class PretrainRun:
         names = ("data", "tokenizer", "model", "start", "tasks", "seed")
         return {**{name: getattr(recipe, name) for name in names}, **stage}
 
+    def _origin(self, name: str) -> dict[str, Any]:
+        """Return what the record of a stage depends on beside its settings: the text that it was measured on."""
+        return {"evaluate": asdict(EvaluateSettings(**self.recipe.evaluate))}
+
     def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
         """Return the arguments of a stage's trainer."""
         folder = self.folder / "checkpoints" / name
@@ -283,47 +344,43 @@ class PretrainRun:
 
     def _new_model(self) -> OuroForCausalLM:
         set_seed(self.recipe.seed)
-        model = OuroForCausalLM(
-            OuroConfig.from_preset("tiny", **{"vocab_size": len(self.tokenizer), **self.recipe.model})
-        )
+        model = OuroForCausalLM(self._config())
         if self.recipe.start is not None:
             Start(**self.recipe.start).apply(model)
         return model
 
     def _train(self, name: str, settings: dict[str, Any]) -> StageRecord:
-        began = time.perf_counter()
+        """Run one stage, or what of it an interrupted run left."""
         args = self._arguments(name, settings)
         seed = self.recipe.seed + list(STAGES).index(name)
         data: Any = PackedDataset(self.recipe.data, self.tokenizer, args.length, seed=seed)
         if self.tasks:
             data = TextAndTasks(data, self.tasks, seed)
         model = self._new_model() if name == "pretrain" else str(self.folder / "pretrain")
-        trainer: StageTrainer = STAGES[name][1](model, None, args, data, processing_class=self.tokenizer)
-        trainer.train_or_resume()
-        student: Any = whole(trainer.student)
-        metrics: dict[str, Any] = {
-            "settings": self._settings(settings),
-            "seconds": round(time.perf_counter() - began, 2),
-            "loops": evaluate_loops(student, self.held_out),
-        }
-        if self.tasks:
-            metrics["tasks"] = accuracies(student, self.tasks)
-        record = trainer.save_stage(self.folder / name, metrics)
-        # A trainer is full of reference cycles; its optimizer must be gone before the next stage makes its own.
-        trainer.accelerator.free_memory()
-        del trainer
-        gc.collect()
-        return record
+
+        def measure(trained: Any, seconds: float) -> dict[str, Any]:
+            metrics: dict[str, Any] = {"settings": self._settings(settings), "run": self._origin(name)}
+            metrics["seconds"] = round(seconds, 2)
+            if self.held_out:
+                metrics["loops"] = evaluate_loops(trained, self.held_out)
+            if self.tasks:
+                metrics["tasks"] = accuracies(trained, self.tasks)
+            return metrics
+
+        return train_stage(
+            STAGES[name][1](model, None, args, data, processing_class=self.tokenizer), self.folder / name, measure
+        )
 
     def report(self) -> dict[str, Any]:
-        """Collect the records of all finished stages."""
+        """Collect the records of all finished stages: the losses of each, and what was measured on held-out text."""
         report: dict[str, Any] = {"data": self.recipe.data, "stages": [], "losses": {}}
         for name in STAGES:
             record = StageRecord.load(self.folder / name)
             if record is None:
                 continue
             metrics = {key: record.metrics.get(key) for key in ("seconds", "loops", "tasks")}
-            report["stages"].append({"stage": name, "tokens": record.tokens_seen, **metrics})
+            if metrics["loops"] is not None:
+                report["stages"].append({"stage": name, "tokens": record.tokens_seen, **metrics})
             history = json.loads((self.folder / name / "log_history.json").read_text(encoding="utf-8"))
             report["losses"][name] = loss_curve(history)
         return report

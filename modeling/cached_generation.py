@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
 
 from loopergy.configuration.looped_config import FULL, RECURRENT, SLIDING, resolve_num_loops
-from loopergy.modeling.continuous_batching import serve
+from loopergy.modeling.continuous_batching import DEPTH_ARGUMENTS, serve
 from loopergy.modeling.looped_cache import with_growing_layers
 
 
@@ -22,6 +22,16 @@ class RoomyGenerationMixin(GenerationMixin):
     def cache_config(self, model_kwargs: dict) -> Any:
         """Return the config that describes the cache of a `generate` call with these arguments."""
         return self.config
+
+    def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict]:
+        """Hand the model's own arguments on, from where a generation config that has them swallows those of a call."""
+        prepared, model_kwargs = super()._prepare_generation_config(  # pyright: ignore[reportAttributeAccessIssue]
+            generation_config, **kwargs
+        )
+        for name in (*DEPTH_ARGUMENTS, "stop_tolerance", "recompute_window"):
+            if getattr(prepared, name, None) is not None:
+                model_kwargs.setdefault(name, getattr(prepared, name))
+        return prepared, model_kwargs
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int

@@ -2,34 +2,40 @@
 """What a causal model without loops derives from its inputs once per forward, and the cache it generates with."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
-from loopergy.configuration.configuration_cem_llama import check_num_steps
+from loopergy.configuration.checked_fields import check_count
 from loopergy.modeling.cached_generation import RoomyGenerationMixin
 from loopergy.modeling.continuous_batching import is_paged
 from loopergy.modeling.looped_cache import check_not_packed, with_growing_layers
-from loopergy.modeling.looped_inputs import default_positions, find_documents
+from loopergy.modeling.looped_inputs import Documents, check_inputs, default_positions, find_documents
 
 
 @dataclass(frozen=True)
 class CausalInputs:
-    """Hold what one forward needs in every layer.
+    """Hold what one forward needs in every layer or step.
 
     Attributes:
         cache (`Cache`, *optional*): the cache to write to.
+        past (`int` or `torch.Tensor`): tokens in it.
         position_ids (`torch.LongTensor` of shape (batch or 1, length)).
-        mask: in the form of the attention implementation; `None` means causal.
-        causal (`bool`): the mask is known to hide all keys behind a query, as one that the caller made may not.
+        attention_mask: the padding mask, or a mask ready for use, or `None`.
+        ready (`bool`): the caller made the mask, and it says all: it may show keys behind a query.
+        real (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding among the new tokens.
+        documents ([`Documents`], *optional*): packed documents.
     """
 
     cache: Cache | None
+    past: int | torch.Tensor
     position_ids: torch.Tensor
-    mask: Any
-    causal: bool
+    attention_mask: Any
+    ready: bool
+    real: torch.Tensor | None
+    documents: Documents | None
 
 
 def read_causal_inputs(
@@ -41,54 +47,88 @@ def read_causal_inputs(
     use_cache: bool | None,
     borders: dict,
 ) -> CausalInputs:
-    """Check the arguments of a forward and derive from them what all layers share.
+    """Check the arguments of a forward and derive from them what all layers or steps share.
 
     Args:
-        config: gives the attention implementation, and sizes a new cache.
+        config: sizes a new cache; its `cache_widths`, if it has them, say what a filled one holds.
         inputs_embeds (`torch.Tensor` of shape (batch, length, hidden_size)): the new tokens.
         attention_mask, position_ids, cache, use_cache: as the model got them.
         borders (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
 
     Raises:
-        ValueError: for packed documents together with a cache.
+        ValueError: as [`check_inputs`], for packed documents together with a cache, and for a cache that something
+            else filled.
     """
+    shape, paged = inputs_embeds.shape[:2], is_paged(cache)
+    past = 0 if cache is None or paged else cache.get_seq_length()
     padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
     # A ready mask says all: those of `generate` come with positions that restart at padding.
     ready = attention_mask is not None and padding is None
-    length = inputs_embeds.shape[1]
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask["full_attention"]
+    position_ids = check_inputs(shape, attention_mask, position_ids, past)
+    real = None if padding is None else padding[:, -shape[1] :]
     documents = None
-    if is_paged(cache):
-        cache = cast(Any, PagedHalves(cache))
+    if paged:
+        cache = PagedHalves(cache)  # pyright: ignore[reportAssignmentType]
     else:
-        documents = find_documents(
-            inputs_embeds.shape[:2],
-            None if ready else position_ids,
-            None if padding is None else padding[:, -length:],
-            borders.get("cu_seq_lens_q"),
-            borders.get("seq_idx"),
-        )
+        marks = None if ready else position_ids
+        documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
     if cache is not None:
         check_not_packed(documents is not None)
-    if use_cache and cache is None and documents is None:
+        check_widths(cache, getattr(config, "cache_widths", None))
+    elif use_cache and documents is None:
         cache = with_growing_layers(DynamicCache(config=config))
     if position_ids is None:
-        past = 0 if cache is None else cache.get_seq_length()
-        position_ids = default_positions(inputs_embeds.shape[:2], padding, past, documents, inputs_embeds.device)
-    if isinstance(attention_mask, dict):
-        return CausalInputs(cache, position_ids, attention_mask["full_attention"], causal=False)
-    ids = None if documents is None else documents.ids
-    mask = create_causal_mask(
+        position_ids = default_positions(shape, padding, past, documents, inputs_embeds.device)
+    return CausalInputs(cache, past, position_ids, attention_mask, ready, real, documents)
+
+
+def causal_mask(config: Any, inputs_embeds: torch.Tensor, inputs: CausalInputs) -> Any:
+    """Return the mask in the form of the attention implementation; `None` means causal.
+
+    Args:
+        config: gives the attention implementation.
+        inputs_embeds (`torch.Tensor` of shape (batch, length, *)): gives batch, length, type and device.
+        inputs ([`CausalInputs`]): before this forward's tokens are written to the cache.
+    """
+    if inputs.ready or isinstance(inputs.cache, PagedHalves):
+        return inputs.attention_mask
+    ids = None if inputs.documents is None else inputs.documents.ids
+    return create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
-        attention_mask=attention_mask,
-        cache=cache,
+        attention_mask=inputs.attention_mask,
+        cache=inputs.cache,
         and_mask_function=None if ids is None else lambda row, head, query, key: ids[row, query] == ids[row, key],
     )
-    return CausalInputs(cache, position_ids, mask, causal=not ready)
+
+
+def check_widths(cache: Any, widths: tuple[int, int, int] | None) -> None:
+    """Refuse a cache whose first slot holds something else than the model keeps.
+
+    Args:
+        cache: the caller's.
+        widths: heads, and the widths of a head in the two halves of a slot; `None` if they are those of any model.
+
+    Raises:
+        ValueError: if they differ from those found.
+    """
+    layers = getattr(cache, "layers", None) or [None]
+    keys, values = (getattr(layers[0], half, None) for half in ("keys", "values"))
+    if widths is None or keys is None or values is None or torch.compiler.is_compiling():
+        return
+    found = (keys.shape[1], keys.shape[-1], values.shape[-1])
+    if found != widths:
+        raise ValueError(
+            f"The cache holds {found[0]} heads, {found[1]} and {found[2]} wide in its two halves, where this model "
+            f"keeps {widths[0]}, {widths[1]} and {widths[2]} wide. Another model filled it, or it is the prefix of "
+            "prefix tuning, which learns keys and values that this model has not: use prompt tuning or LoRA."
+        )
 
 
 class PagedHalves:
-    """Write to a paged cache, whose halves are equally wide, the keys a second time where there is nothing else.
+    """Stand before a paged cache, whose halves are equally wide: write the keys twice where there is nothing else.
 
     Args:
         cache: the cache of continuous batching.
@@ -111,13 +151,14 @@ class UnevenGenerationMixin(RoomyGenerationMixin):
         if generation_config.cache_implementation == "quantized":
             raise ValueError(
                 "cache_implementation='quantized' stores keys and values of equal width, and this model keeps one "
-                "tensor, or another beside the keys. Leave cache_implementation out to use the default cache."
+                "tensor a token, or two that differ. Leave cache_implementation out to use the default cache."
             )
         super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def cache_config(self, model_kwargs: dict) -> Any:
         """Return the config, which describes the cache for any number of steps of at least 1."""
-        check_num_steps(model_kwargs.get("num_steps"))
+        if model_kwargs.get("num_steps") is not None:
+            check_count("num_steps", model_kwargs["num_steps"], "the config's")
         return self.config
 
     def paged_obstacle(self) -> str | None:

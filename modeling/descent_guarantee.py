@@ -1,13 +1,18 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-r"""Say for given NRGPT weights whether each step is guaranteed to lower a token's energy, and if not, why not.
+r"""Say for given weights whether each step is guaranteed to lower a token's energy, and if not, why not.
 
-With a norm of scale \(\gamma\), Jacobian \(\mathrm{diag}(\gamma) P / s\), and v the gradient with respect to g, a
-small step changes the energy of a token, the others frozen, by \(-v^T \mathrm{diag}(\gamma) P \eta v / s\).
+NRGPT. With a norm of scale \(\gamma\), Jacobian \(\mathrm{diag}(\gamma) P / s\), and v the gradient with respect to
+g, a small step changes the energy of a token, the others frozen, by \(-v^T \mathrm{diag}(\gamma) P \eta v / s\).
 Whatever v and x, that is never positive only if \(\eta = c\,\mathrm{diag}(\gamma)\), c >= 0, plus, for layer norms,
 \(1 w^T\), which the norm does not see. Without a norm it is \(-v^T \eta v\): the symmetric part of \(\eta\) has to be
 positive semi-definite.
 
-Source: NRGPT, arXiv 2512.16762, propositions 2.1 and 2.2; that the condition is also necessary is our derivation.
+CEM-Llama. A step changes the energy by \(-\eta g^T P g\) to first order, g the gradient in the coordinates that move:
+P has to be positive definite, and eta positive. Norming before each step without going through its Jacobian
+(`cem_norm_mode="every_step"`) moves other coordinates than the gradient is of.
+
+Source: NRGPT, arXiv 2512.16762, propositions 2.1 and 2.2; CEM, arXiv 2605.07588; that the condition on eta is also
+necessary is our derivation.
 """
 
 from dataclasses import dataclass
@@ -51,7 +56,7 @@ class DescentConditions:
 
     @property
     def guaranteed(self) -> bool:
-        """Whether a small enough step of one token, the others frozen, never raises its energy."""
+        """Whether a small enough step of one token, the others frozen, never raises its energy in a sub-layer."""
         return all(condition.holds for condition in self.conditions)
 
     def __str__(self) -> str:
@@ -63,15 +68,18 @@ class DescentConditions:
 
 
 def descent_conditions(model: Any) -> DescentConditions:
-    """Check the descent guarantee for the weights of an NRGPT.
+    """Check the descent guarantee for the weights of an NRGPT or a CEM-Llama.
 
     Args:
-        model: an `NRGPTModel`, or a model with a head around one.
+        model: an `NRGPTModel` or `CEMLlamaModel`, or a model with a head around one.
 
     Returns:
         [`DescentConditions`].
     """
-    block = getattr(model, "model", model).block
+    base = getattr(model, "model", model)
+    if not hasattr(base, "block"):
+        return _cem_conditions(base)
+    block = base.block
     with torch.no_grad():
         conditions = [_exact_gradient(block), _rate(block), _no_dropout(block)]
     notes = [
@@ -83,6 +91,36 @@ def descent_conditions(model: Any) -> DescentConditions:
     if block.config.norm_type == "none":
         notes.append("without a norm nothing bounds the energy from below, so descent need not end in a fixed point")
     return DescentConditions(conditions, notes)
+
+
+def _cem_conditions(base: Any) -> DescentConditions:
+    """Check all descents of a CEM-Llama."""
+    config = base.config
+    descents = {name: module.descent for name, module in base.named_modules() if hasattr(module, "descent")}
+    with torch.no_grad():
+        indefinite = [name for name, descent in descents.items() if not _is_definite(descent.precond)]
+        sizes = [float(d.initial_step_size if d.step_size is None else d.step_size) for d in descents.values()]
+    conditions = [
+        Condition(
+            "preconditioner",
+            not indefinite,
+            f"cem_precond={config.cem_precond!r} must be positive definite: {', '.join(indefinite) or 'all'} "
+            f"{'are not' if indefinite else 'are'}",
+        ),
+        Condition("step size", min(sizes, default=1.0) > 0, f"lowest {min(sizes, default=1.0):.3g}"),
+        Condition("norm", config.cem_norm_mode != "every_step", f"cem_norm_mode={config.cem_norm_mode!r}"),
+    ]
+    notes = ["the guarantee is for small steps: a long one can overshoot"]
+    if config.cem_norm_mode == "once":
+        notes = ["attention energy is concave and falls in steps of any size; the MLP's in small ones"]
+    return DescentConditions(conditions, notes)
+
+
+def _is_definite(precond: Any) -> bool:
+    if precond is None:
+        return True
+    dense = precond.dense().double().cpu()
+    return int(torch.linalg.cholesky_ex(dense).info) == 0
 
 
 def _exact_gradient(block: Any) -> Condition:

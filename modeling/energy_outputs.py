@@ -4,7 +4,11 @@
 from dataclasses import dataclass
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.utils.generic import ModelOutput
 
 
@@ -16,7 +20,8 @@ class TokenEnergies(ModelOutput):
     descend an energy are there.
 
     Args:
-        attention (`torch.Tensor`, *optional*): energy of the interaction with earlier tokens.
+        attention (`torch.Tensor`, *optional*): energy of the interaction with earlier tokens, 0 for a token that sees
+            none.
         feed_forward (`torch.Tensor`, *optional*): energy of the token alone.
         total (`torch.Tensor`, *optional*): the sum that is descended, where one step descends both at once.
     """
@@ -40,6 +45,17 @@ class EnergyModelOutputWithPast(BaseModelOutputWithPast):
 @dataclass
 class EnergyCausalLMOutputWithPast(CausalLMOutputWithPast):
     """Outputs of an energy-based language model.
+
+    Args:
+        energies ([`TokenEnergies`], with `output_energies=True`): energy per layer, step and token.
+    """
+
+    energies: TokenEnergies | None = None
+
+
+@dataclass
+class EnergyClassifierOutputWithPast(SequenceClassifierOutputWithPast):
+    """Outputs of an energy-based classifier.
 
     Args:
         energies ([`TokenEnergies`], with `output_energies=True`): energy per layer, step and token.

@@ -55,9 +55,9 @@ class FoldedSteps:
         matrix, bias, out_of, constant = block.ff.folded()
         heads = heads.flatten(0, 1)
         into = torch.cat((heads * attn.beta, matrix)).t().contiguous()
-        self.into = torch.cat((bias.new_zeros(len(heads)), bias)), into
         out_of = torch.cat((-pulled.flatten(0, 1), block.scale_ff * out_of))
         self.out_of = -block.scaled(block.scale_ff * constant), -block.scaled(out_of)
+        self.into = torch.cat((bias.new_zeros(len(heads)), bias)), into  # last: it tells other threads that both are
 
     def descend(
         self, hidden_states: torch.Tensor, neighbours: Neighbours, cache: Cache | None, steps: int

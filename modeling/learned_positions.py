@@ -9,8 +9,8 @@ from transformers.generation import GenerationMode
 from loopergy.modeling.cached_generation import RoomyGenerationMixin
 
 
-def check_positions(position_ids: torch.Tensor, longest: int, limit: int) -> None:
-    """Refuse positions beyond the table, which would be an index error from deep inside.
+def check_positions(position_ids: torch.Tensor, longest: int | torch.Tensor, limit: int) -> None:
+    """Refuse positions outside the table, which would be an index error from deep inside.
 
     Args:
         position_ids (`torch.LongTensor`): positions of the new tokens.
@@ -18,11 +18,15 @@ def check_positions(position_ids: torch.Tensor, longest: int, limit: int) -> Non
         limit (`int`): `config.max_position_embeddings`.
 
     Raises:
-        ValueError: for a position of `limit` or more.
+        ValueError: for a position of `limit` or more, or below 0.
     """
     if torch.compiler.is_compiling() or (longest <= limit and position_ids.device.type != "cpu"):
         return
-    last = int(position_ids.max())
+    if position_ids.numel() == 0:
+        return
+    first, last = map(int, position_ids.aminmax())
+    if first < 0:
+        raise ValueError(f"position_ids go down to {first}, and learned positions start at 0.")
     if last >= limit:
         raise ValueError(
             f"A text of {last + 1} tokens is longer than max_position_embeddings={limit}, and learned positions end "

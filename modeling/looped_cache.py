@@ -52,13 +52,22 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `key_states` and `value_states` of shape [batch, heads, new, dim]; return all keys and values."""
+        """Append `key_states` and `value_states` of shape [batch, heads, new, dim]; return all keys and values.
+
+        Raises:
+            ValueError: if they are of another number of sequences than those in the cache.
+        """
         if torch.compiler.is_compiling() or key_states.requires_grad or value_states.requires_grad:
             self._buffers = None
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
+        if start and self.keys is not None and self.keys.shape[0] != key_states.shape[0]:
+            raise ValueError(
+                f"The cache holds {self.keys.shape[0]} sequences and the new tokens are of {key_states.shape[0]}. "
+                "Repeat or select those of the cache, with batch_repeat_interleave or batch_select_indices."
+            )
         end = start + key_states.shape[-2]
         buffers = self._buffers
         if buffers is None or not self._has_room(end):

@@ -23,7 +23,7 @@ from loopergy.configuration.looped_config import (
     resolve_num_loops,
 )
 from loopergy.modeling.continuous_batching import is_paged
-from loopergy.modeling.kernels.sparse_attention import check_covers, fit, real_tokens
+from loopergy.modeling.kernels.sparse_attention import fit, real_tokens
 from loopergy.modeling.looped_cache import open_cache
 
 # A 2-D padding mask, a ready mask of the attention implementation (tensor or block mask), or none.
@@ -82,10 +82,11 @@ def read_inputs(
         borders (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
 
     Raises:
-        ValueError: as [`resolve_num_loops`], [`find_documents`] and [`open_cache`].
+        ValueError: as [`resolve_num_loops`], [`check_inputs`], [`find_documents`] and [`open_cache`].
     """
     plan = config.slot_plan(resolve_num_loops(config, num_loops))
     shape = inputs_embeds.shape[:2]
+    position_ids = check_inputs(shape, attention_mask, position_ids, past_length(cache, plan))
     real = None
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         real = attention_mask[:, -shape[1] :]
@@ -99,6 +100,41 @@ def read_inputs(
         past = past_length(cache, plan)
         position_ids = default_positions(shape, attention_mask, past, documents, inputs_embeds.device)
     return LoopedInputs(plan, cache, documents, position_ids, real)
+
+
+def check_inputs(
+    shape: torch.Size, attention_mask: Mask, position_ids: torch.Tensor | None, past: int | torch.Tensor
+) -> torch.Tensor | None:
+    """Check what comes with the new tokens; return their positions with rows, if there are any.
+
+    Args:
+        shape: (batch, length) of the new tokens.
+        attention_mask: as the model got it.
+        position_ids (`torch.LongTensor` of shape (batch or 1, length) or (length,), *optional*).
+        past: tokens in the cache.
+
+    Raises:
+        ValueError: for no tokens, a padding mask that is not as wide as cached and new tokens together, a mask per
+            query and key of whole numbers, and a mask of neither kind.
+    """
+    if shape[1] == 0:
+        raise ValueError(f"The inputs have shape {tuple(shape)}: give at least one token in a row.")
+    if isinstance(attention_mask, torch.Tensor):
+        given = f"attention_mask of shape {tuple(attention_mask.shape)} and type {attention_mask.dtype}"
+        if attention_mask.ndim not in (2, 4):
+            raise ValueError(f"{given}: give (batch, cached + new tokens), or (batch, 1, new, cached + new tokens).")
+        if attention_mask.ndim == 4 and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                f"{given}: a mask per query and key is boolean, True where visible, or added to the scores. Pass "
+                "attention_mask.bool()."
+            )
+        width = attention_mask.shape[1]
+        if attention_mask.ndim == 2 and not torch.compiler.is_compiling() and width != int(past) + shape[1]:
+            raise ValueError(
+                f"attention_mask has {width} columns for {int(past)} cached and {shape[1]} new tokens: it must cover "
+                "both."
+            )
+    return position_ids[None] if position_ids is not None and position_ids.ndim == 1 else position_ids
 
 
 def find_documents(
@@ -170,7 +206,7 @@ def _restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
 def past_length(cache: Cache | None, plan: SlotPlan) -> int:
     """Return how many tokens the cache holds, as the first slot that counts them says."""
     slot = next((slot for slot, kind in enumerate(plan.layer_types) if kind != RECURRENT), 0)
-    return 0 if cache is None else cache.get_seq_length(slot)
+    return 0 if cache is None or is_paged(cache) else cache.get_seq_length(slot)
 
 
 def default_positions(
@@ -276,7 +312,6 @@ def _padding_mask(attention_mask: Mask, cache: Cache | None, slot: int, length: 
         return None
     if cache is None:
         return real
-    check_covers(real, cache.get_seq_length(slot), length)
     return fit(real, cache.get_mask_sizes(length, slot)[0])
 
 

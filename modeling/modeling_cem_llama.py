@@ -44,7 +44,7 @@ from loopergy.modeling.causal_energies import (
     interaction_force,
     rotate,
 )
-from loopergy.modeling.causal_inputs import UnevenGenerationMixin, read_causal_inputs
+from loopergy.modeling.causal_inputs import UnevenGenerationMixin, causal_mask, read_causal_inputs
 from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, TokenEnergies
 from loopergy.modeling.mixers.attention import Attention, eager_attention_forward
 from loopergy.modeling.sequence_classification import LastTokenClassification
@@ -129,9 +129,8 @@ class CEMAttention(nn.Module):
             energies (T + 1, B, S) if wanted.
         """
         implementation: Any = self.config._attn_implementation
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         cos, sin = (table[:, None, :, : self.head_dim // 2] for table in position_embeddings)
-        keys, values = self._keys_and_values(hidden_states, shape, cos, sin)
+        keys, values = self._keys_and_values(hidden_states, cos, sin)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)
         context = hidden_states[:, None] if keys.shape[2] == hidden_states.shape[1] else values
@@ -141,7 +140,7 @@ class CEMAttention(nn.Module):
         weights = None
 
         def query_at(point: torch.Tensor) -> tuple[torch.Tensor, DiagonalPart | None]:
-            query = rotate(self.q_proj(point).view(shape).transpose(1, 2), cos, sin)
+            query = rotate(self._heads(self.q_proj(point)), cos, sin)
             return query, None if self.diagonal is None else DiagonalPart(self.diagonal, point, context)
 
         def force(point: torch.Tensor) -> torch.Tensor:
@@ -160,7 +159,7 @@ class CEMAttention(nn.Module):
                 )
             if self.exact:
                 output = rotate(output, cos.transpose(1, 2), -sin.transpose(1, 2))
-            output = output.reshape(*hidden_states.shape[:-1], -1)
+            output = output.flatten(2)
             output = read_out(self.q_proj, output) if self.o_proj is None else self.o_proj(output)
             return output if diagonal_part is None else output + diagonal_part
 
@@ -172,17 +171,19 @@ class CEMAttention(nn.Module):
         move, energies = self.descent(force, hidden_states, origin, num_steps, recorded)
         return move, weights, energies
 
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
     def _keys_and_values(
-        self, features: torch.Tensor, shape: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor
+        self, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the two halves of a cache slot hold: rotated keys, and what else cannot be told from them."""
-        plain = self.k_proj(features).view(shape).transpose(1, 2)
+        plain = self._heads(self.k_proj(features))
         keys = rotate(plain, cos, sin)
         if self.diagonal is not None:  # u, cut so that it has as many heads as the keys, as static caches want it
-            split = features.view(*features.shape[:-1], self.num_key_value_heads, -1)
-            return keys, split.transpose(1, 2)
+            return keys, features.unflatten(-1, (self.num_key_value_heads, -1)).transpose(1, 2)
         if self.v_proj is not None:
-            values = self.v_proj(features).view(shape).transpose(1, 2)
+            values = self._heads(self.v_proj(features))
             return keys, rotate(values, cos, sin) if self.exact else values
         return keys, keys[..., :0] if self.exact else plain
 
@@ -370,15 +371,16 @@ class CEMLlamaModel(CEMLlamaPreTrainedModel):
         Returns:
             [`EnergyModelOutputWithPast`]. `energies.attention` and `energies.feed_forward` are of shape (layers,
             T + 1, B, S), each `None` where the sub-layer is Llama's own, or its update is the gradient of no energy
-            (plain RoPE values, untied controls). Weights that are recorded are those of the last step.
+            (plain RoPE values, untied controls). Attention's is 0 for a token that sees nothing, as padding at the
+            left does. Weights that are recorded are those of the last step.
 
         Raises:
-            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a step count below 1, packed documents
-                together with a cache, or energies with an attention implementation other than sdpa and eager.
+            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a step count below 1, energies with an
+                attention implementation other than sdpa and eager, and as [`read_causal_inputs`].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        check_num_steps(num_steps)
+        num_steps = check_num_steps(num_steps)
         if output_energies and self.config._attn_implementation not in WEIGHT_FORMING:
             raise ValueError(
                 f"output_energies=True reads the mask, which attn_implementation="
@@ -389,12 +391,13 @@ class CEMLlamaModel(CEMLlamaPreTrainedModel):
             self.config, embeds, attention_mask, position_ids, cache, use_cache, borders=kwargs
         )
         hidden_states, energies = embeds, []
+        mask = causal_mask(self.config, embeds, inputs)
         position_embeddings = self.rotary_emb(embeds, position_ids=inputs.position_ids)
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=inputs.mask,
-                causal=inputs.causal,
+                attention_mask=mask,
+                causal=not inputs.ready,
                 position_embeddings=position_embeddings,
                 position_ids=inputs.position_ids,
                 cache=inputs.cache,

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
@@ -25,10 +24,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_gpt_baselines import GPTBaselineConfig
-from loopergy.modeling.continuous_batching import is_paged
+from loopergy.modeling.causal_inputs import causal_mask, read_causal_inputs
 from loopergy.modeling.learned_positions import WindowedGenerationMixin, check_positions
-from loopergy.modeling.looped_cache import with_growing_layers
-from loopergy.modeling.looped_inputs import default_positions
 from loopergy.modeling.mixers.attention import eager_attention_forward
 from loopergy.modeling.sequence_classification import LastTokenClassification
 
@@ -167,28 +164,24 @@ class GPTBaselineModel(GPTBaselinePreTrainedModel):
                 new tokens, exactly one of the two. Positions are added to either.
             attention_mask (*optional*): 0 at padding, over cached and new tokens; or a mask ready for use.
             position_ids (`torch.LongTensor` of shape (B, S), *optional*): by default counted from the mask and cache.
-                Positions that restart inside a row mark packed documents, which are then kept apart.
+                Positions that restart inside a row mark packed documents, which are then kept apart; so do
+                `cu_seq_lens_q` and `seq_idx`.
             cache (`Cache`, *optional*): one slot for each application of a layer.
             use_cache (`bool`, *optional*): return a cache.
 
         Raises:
-            ValueError: for both or neither of `input_ids` and `inputs_embeds`, or a text longer than the position
-                table.
+            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a text longer than the position table,
+                and as [`read_causal_inputs`].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache is None and use_cache:
-            cache = with_growing_layers(DynamicCache(config=self.config))
-        past = 0 if cache is None or is_paged(cache) else cache.get_seq_length()
-        if isinstance(attention_mask, dict):
-            mask = attention_mask["full_attention"]
-        else:
-            mask = create_causal_mask(self.config, embeds, attention_mask, cache, position_ids)
-        positions = position_ids
-        if positions is None:
-            positions = default_positions(embeds.shape[:2], attention_mask, past, None, embeds.device)
-        check_positions(positions, past + embeds.shape[1], self.config.max_position_embeddings)
+        inputs = read_causal_inputs(
+            self.config, embeds, attention_mask, position_ids, cache, use_cache, borders=kwargs
+        )
+        positions, cache = inputs.position_ids, inputs.cache
+        check_positions(positions, inputs.past + embeds.shape[1], self.config.max_position_embeddings)
+        mask = causal_mask(self.config, embeds, inputs)
         hidden_states = embeds + self.embed_positions(positions)
         for visit in range(self.config.num_hidden_layers):
             layer = self.layers[visit % len(self.layers)]

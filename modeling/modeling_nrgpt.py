@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,15 +34,18 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from loopergy.configuration.checked_fields import check_not_negative
 from loopergy.configuration.configuration_nrgpt import NRGPTConfig, resolve_num_steps
 from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
+from loopergy.modeling.causal_inputs import CausalInputs, UnevenGenerationMixin, read_causal_inputs
 from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, TokenEnergies
 from loopergy.modeling.folded_step import FoldedSteps
 from loopergy.modeling.learned_positions import WindowedGenerationMixin, check_positions
-from loopergy.modeling.looped_cache import check_filled, check_not_packed, with_growing_layers
-from loopergy.modeling.looped_inputs import Documents, default_positions, find_documents
+from loopergy.modeling.looped_cache import check_filled
 from loopergy.modeling.sequence_classification import LastTokenClassification
 from loopergy.modeling.token_energies import EnergyAttention, FeedForwardEnergy, Neighbours
+
+HIDDEN = -1e3  # what a mask adds to hide: the weight is then 0 in every type
 
 
 class BareLayerNorm(nn.Module):
@@ -100,6 +103,7 @@ class NRGPTBlock(GradientCheckpointingLayer):
         self.eta = _make_rate(config)
         self.scale_ff = nn.Parameter(torch.ones(1))
         self.folded: FoldedSteps | None = None
+        self.folding = 0
 
     def forward(
         self,
@@ -126,12 +130,16 @@ class NRGPTBlock(GradientCheckpointingLayer):
 
     @contextmanager
     def folded_for_decoding(self, at_once: bool = False) -> Iterator[None]:
-        """Let single tokens take [`FoldedSteps`] while the weights stay as they are."""
-        self.folded = FoldedSteps(self, at_once)
+        """Let single tokens take [`FoldedSteps`] while the weights stay as they are; several may at once."""
+        self.folding += 1
+        if self.folded is None or at_once:
+            self.folded = FoldedSteps(self, at_once)
         try:
             yield
         finally:
-            self.folded = None
+            self.folding -= 1
+            if self.folding == 0:
+                self.folded = None
 
     def tangent(self, update: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Take from the update its part along the state and, for layer norms, along the ones: both leave g alone.
@@ -212,8 +220,8 @@ class NRGPTModel(NRGPTPreTrainedModel):
         Args:
             input_ids (`torch.LongTensor` of shape (B, S)) or inputs_embeds (`torch.Tensor` of shape (B, S, D)): the
                 new tokens, exactly one of the two. Positions are added to either.
-            attention_mask (*optional*): 0 at padding, over cached and new tokens; or a mask (B, 1, S, L), boolean or
-                additive, which then decides alone who attends to whom.
+            attention_mask (*optional*): 0 at padding, over cached and new tokens; or a mask (B, 1, S, L), which then
+                decides alone who attends to whom: True where a token attends, or 0 there and -1000 or less elsewhere.
             position_ids (`torch.LongTensor` of shape (B, S), *optional*): by default counted from the mask and cache.
                 Positions that restart inside a row mark packed documents, which are then kept apart; so do
                 `cu_seq_lens_q` and `seq_idx`.
@@ -231,36 +239,32 @@ class NRGPTModel(NRGPTPreTrainedModel):
             before every step, and the last normed state; fewer when all tokens rest early.
 
         Raises:
-            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a step count below 1, a text longer
-                than the position table, a cache that does not fit the number of steps, packed documents together with
-                a cache, or energies with a filled cache.
+            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a step count below 1, a tolerance below
+                0, a text longer than the position table, a cache that does not fit the number of steps, energies with
+                a filled cache, other numbers in a mask, and as [`read_causal_inputs`].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         steps = resolve_num_steps(self.config, num_steps)
         tolerance = self.config.stop_tolerance if stop_tolerance is None else stop_tolerance
+        if tolerance is not None:
+            check_not_negative("stop_tolerance", tolerance)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        length = embeds.shape[1]
-        padding = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-        real = None if padding is None else padding[:, -length:]
-        # A ready mask says all: those of `generate` come with positions that restart at padding.
-        marks = position_ids if attention_mask is None or padding is not None else None
-        documents = find_documents(embeds.shape[:2], marks, real, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
-        cache = _open_cache(self.config, cache, use_cache, steps, packed=documents is not None)
-        past = 0 if cache is None else cache.get_seq_length()
-        positions = position_ids
-        if positions is None:
-            positions = default_positions(embeds.shape[:2], padding, past, documents, embeds.device)
-        check_positions(positions, past + length, self.config.max_position_embeddings)
+        inputs = read_causal_inputs(
+            _view(self.config, steps), embeds, attention_mask, position_ids, cache, use_cache, borders=kwargs
+        )
+        cache, past, positions = inputs.cache, inputs.past, inputs.position_ids
+        _check_slots(cache, steps)
+        check_positions(positions, past + embeds.shape[1], self.config.max_position_embeddings)
         if output_energies and past:
             raise ValueError(
                 "output_energies=True needs the text whole: the energy after the last step depends on earlier tokens' "
                 "last states, which the cache does not hold. Call the model on all tokens without a filled cache."
             )
-        neighbours = self._neighbours(embeds, attention_mask, cache, documents)
+        neighbours = self._neighbours(embeds, inputs)
         hidden_states = embeds + self.embed_positions(positions)
         trace: list | None = [] if output_energies else None
-        hidden_states = self._descend(hidden_states, neighbours, cache, steps, tolerance, real, trace)
+        hidden_states = self._descend(hidden_states, neighbours, cache, steps, tolerance, inputs.real, trace)
         energies = None
         if trace is not None:
             attention, feed_forward, total = (torch.stack(part)[None] for part in zip(*trace, strict=True))
@@ -305,51 +309,59 @@ class NRGPTModel(NRGPTPreTrainedModel):
             trace.append(self.block.energies(hidden_states, neighbours))
         return hidden_states
 
-    def _neighbours(
-        self,
-        embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-        documents: Documents | None,
-    ) -> Neighbours:
+    def _neighbours(self, embeds: torch.Tensor, inputs: CausalInputs) -> Neighbours:
         """Find out who attends to whom, once for all steps."""
-        ids = None if documents is None else documents.ids
-        exclude_self = self.config.exclude_self
+        given, cache, exclude_self = inputs.attention_mask, inputs.cache, self.config.exclude_self
+        if inputs.ready and given is not None:
+            return Neighbours.of(_read_mask(given), exclude_self)
+        ids = None if inputs.documents is None else inputs.documents.ids
 
         def allowed(batch: int, head: int, query: int, key: int) -> torch.Tensor | bool:
             apart = True if ids is None else ids[batch, query] == ids[batch, key]
             return apart & (key < query) if exclude_self else apart
 
-        create: Any = partial(create_causal_mask, self.config, embeds, attention_mask, cache)
+        create: Any = partial(create_causal_mask, self.config, embeds, given, cache)
         static = cache is not None and cache.is_compileable
-        if attention_mask is None and ids is None and embeds.shape[1] == 1 and not static:
+        if given is None and ids is None and embeds.shape[1] == 1 and not static:
             return Neighbours(exclude_self=exclude_self)
-        ready = attention_mask is not None and attention_mask.ndim == 4
         if ids is None:
             mask: Any = create(allow_is_causal_skip=not static)
             if mask is None:
                 return Neighbours(exclude_self=exclude_self)
-            if ready or not exclude_self:
-                return Neighbours.of(_as_bool(mask), exclude_self)
-        return Neighbours.of(_as_bool(create(and_mask_function=allowed, allow_is_causal_skip=False)), exclude_self)
+            if not exclude_self:
+                return Neighbours.of(_visible(mask), exclude_self)
+        return Neighbours.of(_visible(create(and_mask_function=allowed, allow_is_causal_skip=False)), exclude_self)
 
 
-def _as_bool(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask as bool; eager masks are additive, with the lowest number where a token does not attend."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    """Return where a token attends, for a boolean mask, or one of 0 there and `HIDDEN` or less elsewhere."""
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
-def _open_cache(
-    config: NRGPTConfig, cache: Cache | None, use_cache: bool | None, steps: int, packed: bool
-) -> Cache | None:
-    """Return the cache to use in a forward: the given one, a new one if asked for, or none.
+def _read_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return [`_visible`] of a mask that the caller made.
 
     Raises:
-        ValueError: for a cache with packed documents, or one that was not filled with this many steps.
+        ValueError: for numbers in between, which would have to be added to the scores.
+    """
+    if mask.dtype != torch.bool and not torch.compiler.is_compiling():
+        plain = (mask == 0) | (mask <= HIDDEN)
+        if not bool(plain.all()):
+            raise ValueError(
+                f"attention_mask holds {float(mask[~plain][0]):g}: this model adds nothing to its scores. Pass a "
+                f"boolean mask, True where visible, or 0 there and {HIDDEN:g} or less elsewhere."
+            )
+    return _visible(mask)
+
+
+def _check_slots(cache: Cache | None, steps: int) -> None:
+    """Refuse a cache that has too few slots or was filled by fewer steps.
+
+    Raises:
+        ValueError: as said.
     """
     if cache is None:
-        return with_growing_layers(DynamicCache(config=_view(config, steps))) if use_cache and not packed else None
-    check_not_packed(packed)
+        return
     slots, lazy = len(cache.layers), getattr(cache, "layer_class_to_replicate", None) is not None
     if slots < steps and not lazy:
         raise ValueError(
@@ -357,7 +369,6 @@ def _open_cache(
             "DynamicCache(config=model.config), or let the first call make it with use_cache=True."
         )
     check_filled(cache, 0, steps - 1, "num_steps")
-    return cache
 
 
 def _view(config: NRGPTConfig, steps: int) -> NRGPTConfig:
@@ -369,7 +380,7 @@ def _view(config: NRGPTConfig, steps: int) -> NRGPTConfig:
     return view
 
 
-class NRGPTForCausalLM(NRGPTPreTrainedModel, WindowedGenerationMixin, GenerationMixin):
+class NRGPTForCausalLM(NRGPTPreTrainedModel, UnevenGenerationMixin, WindowedGenerationMixin, GenerationMixin):
     """Predict the next token from the state after the last step.
 
     `generate` takes `num_steps=`, `stop_tolerance=`, and `recompute_window=True` to go on beyond the position table
@@ -452,6 +463,10 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, WindowedGenerationMixin, Generation
         with self.model.block.folded_for_decoding(at_once=getattr(kwargs.get("cache"), "is_compileable", False)):
             return super()._sample(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        with self.model.block.folded_for_decoding(at_once=getattr(kwargs.get("cache"), "is_compileable", False)):
+            return super()._beam_search(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     @staticmethod
     def create_masks_for_generate(
         config: NRGPTConfig, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache, **kwargs: Any
@@ -462,18 +477,6 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, WindowedGenerationMixin, Generation
         return create(
             config, inputs_embeds, attention_mask, cache, and_mask_function=others, allow_is_causal_skip=False
         )
-
-    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
-        if generation_config.cache_implementation == "quantized":
-            raise ValueError(
-                "cache_implementation='quantized' stores keys and values of one size, and this model keeps one vector "
-                "per token and step and no values. Leave cache_implementation out to use the default cache."
-            )
-        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
-
-    def _get_static_cache_init_shape(self) -> None:
-        """Let a static cache take its shapes from the first vectors: there are no values to make room for."""
-        return None
 
 
 class NRGPTForSequenceClassification(LastTokenClassification, NRGPTPreTrainedModel):

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
+
+from loopergy.modeling.energy_outputs import EnergyClassifierOutputWithPast
 
 
 class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
@@ -40,7 +41,7 @@ class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> EnergyClassifierOutputWithPast:
         """Score each sequence at its last real token.
 
         The last real token is the rightmost one that `attention_mask` keeps; without a mask the rightmost that is not
@@ -50,7 +51,7 @@ class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
             labels (`torch.Tensor` of shape (batch,), *optional*): classes, or values if `config.num_labels` is 1.
 
         Returns:
-            `logits` of shape (batch, num_labels), and `loss` with labels.
+            `logits` of shape (batch, num_labels), `loss` with labels, and `energies` of a model that has them.
 
         Raises:
             ValueError: for several sequences without mask or padding token: their ends cannot be told.
@@ -70,12 +71,13 @@ class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutputWithPast(
+        return EnergyClassifierOutputWithPast(
             loss=loss,
             logits=logits,
             cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            energies=outputs.get("energies"),
         )
 
     def _last_token(

@@ -168,6 +168,7 @@ class EnergyAttention(nn.Module):
     def energy(self, g: torch.Tensor, memory: torch.Tensor, neighbours: Neighbours) -> torch.Tensor:
         """Return the energy (B, S), in float32 at least; 0 for a token that attends to none."""
         visible, lonely = _materialised(neighbours, g.shape[1], memory.shape[1], g.device)
+        visible = visible[..., : memory.shape[1]]  # of a static cache, whose room is empty
         scores = at_least_float32(g[:, None] @ self.keys(memory).transpose(2, 3)) * self.beta
         free_energy = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=-1).masked_fill(lonely.squeeze(-1), 0)
         if self.alpha is not None:
@@ -262,6 +263,7 @@ def _trains_plainly(g: torch.Tensor, *linears: nn.Module) -> bool:
     """Whether gradients are wanted in the type of plain weights, and in one that is wide enough to sum in."""
     wide = g.dtype in (torch.float32, torch.float64) and g.device.type != "meta"
     wide = wide and not torch.is_autocast_enabled(g.device.type)
+    wide = wide and not torch._C._are_functorch_transforms_active()
     return wide and torch.is_grad_enabled() and all(is_plain(linear) for linear in linears)
 
 

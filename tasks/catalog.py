@@ -4,6 +4,7 @@
 import dataclasses
 from typing import Any
 
+from loopergy.distill.fields import field_names
 from loopergy.tasks.characters import Characters
 from loopergy.tasks.listops import ListOps
 from loopergy.tasks.needle import Needle
@@ -27,6 +28,11 @@ def task_options(name: str) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(TASKS[name]) if f.repr}  # type: ignore[arg-type]
 
 
+def takes_vocabulary(name: str) -> bool:
+    """Say whether a task can be written with the tokenizer of any model."""
+    return "vocabulary" in field_names(TASKS[name])
+
+
 def make_task(name: str, **options: Any) -> Task:
     """Return a task by its name.
 
@@ -35,10 +41,10 @@ def make_task(name: str, **options: Any) -> Task:
         **options: Fields of the task's class.
 
     Raises:
-        ValueError: An unknown task or option.
+        ValueError: An unknown task or option, or a value that it does not take.
     """
     known = task_options(name)
-    unknown = sorted(set(options) - {f.name for f in dataclasses.fields(TASKS[name])})  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(field_names(TASKS[name])))
     if unknown:
         raise ValueError(f"Task {name!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}.")
     return TASKS[name](**options)

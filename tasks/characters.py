@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Split, Task, TokenLoss, check_split, token_loss
 from loopergy.tasks.text import Windows, read_text
 from loopergy.tasks.vocabulary import character_tokenizer
@@ -26,6 +27,9 @@ class Characters(Task):
         source (`str`, defaults to `"offline:prose"`): What `loopergy.tasks.text.read_text` reads.
         length (`int`, defaults to 256): Characters in a row.
         max_characters (`int`, defaults to 10,000,000): Read no more than that.
+
+    Raises:
+        ValueError: A number that is too small.
     """
 
     source: str = "offline:prose"
@@ -33,6 +37,10 @@ class Characters(Task):
     max_characters: int = 10_000_000
 
     name = "characters"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_least("", self, length=2, max_characters=1)
 
     @cached_property
     def text(self) -> str:

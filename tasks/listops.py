@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Accuracy, Split, Task, batched, check_split, device_of, evaluating
 from loopergy.tasks.text import Windows
 from loopergy.tasks.vocabulary import word_tokenizer
@@ -147,12 +148,11 @@ class ListOps(Task):
     name = "listops"
 
     def __post_init__(self):
+        super().__post_init__()
         unknown = [name for name in self.operators if name not in OPERATIONS]
         if unknown or not self.operators:
             raise ValueError(f"`operators` must be some of {', '.join(OPERATIONS)}; got {list(self.operators)}.")
-        for field in ("train_samples", "test_samples", "max_depth", "held_out_triples"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"`{field}` must be at least 1, got {getattr(self, field)}.")
+        check_least("", self, length=2, train_samples=1, test_samples=1, max_depth=1, held_out_triples=1)
 
     @property
     def chance(self) -> float:

@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.distill.data import PackedDataset
+from loopergy.distill.fields import check_keys, field_names, read_part, read_value
 from loopergy.distill.losses import IGNORE
-from loopergy.tasks.catalog import make_task, task_options
+from loopergy.tasks.catalog import TASKS, make_task, takes_vocabulary, task_options
 from loopergy.tasks.task import ExampleTask
 
 
@@ -36,20 +37,24 @@ class TaskShare:
     whole_rows: bool = False
 
 
-_OF_THE_SHARE = ("task", "share", "whole_rows")
+_OF_THE_SHARE = tuple(field_names(TaskShare))
 
 
 def check_entries(entries: Sequence[Mapping[str, Any]]) -> None:
     """Raise `ValueError` for entries of a recipe's `tasks` that `task_shares` would not take."""
-    for entry in entries:
+    for entry in read_value("`tasks`", entries, list[dict[str, Any]]):
         if "task" not in entry or "share" not in entry:
             raise ValueError(f"tasks: every entry needs `task` and `share`, got {sorted(entry)}.")
+        name = read_value("tasks: `task`", entry["task"], str)
+        where = f"tasks, {name}"
+        check_keys(where, entry, [*_OF_THE_SHARE, *task_options(name)])
+        if not takes_vocabulary(name):
+            others = ", ".join(filter(takes_vocabulary, TASKS))
+            raise ValueError(f"tasks: {name!r} has a vocabulary of its own, not the text's; give {others}.")
+        read_part(where, entry, TASKS[name], _OF_THE_SHARE)
+        read_part(where, {key: entry[key] for key in ("share", "whole_rows") if key in entry}, TaskShare)
         if not entry["share"] > 0:
-            raise ValueError(f"tasks, {entry['task']}: `share` must be above 0, got {entry['share']}.")
-        known = [*_OF_THE_SHARE, *task_options(entry["task"])]
-        unknown = sorted(set(entry) - set(known))
-        if unknown:
-            raise ValueError(f"tasks, {entry['task']}: unknown keys {unknown}. Known are: {', '.join(sorted(known))}.")
+            raise ValueError(f"{where}: `share` must be above 0, got {entry['share']}.")
 
 
 def task_shares(entries: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[TaskShare]:
@@ -60,14 +65,13 @@ def task_shares(entries: Sequence[Mapping[str, Any]], tokenizer: PreTrainedToken
         tokenizer (`PreTrainedTokenizerBase`): The model's; the tasks are written with it.
 
     Raises:
-        ValueError: An unknown key, or a task that has its own vocabulary alone.
+        ValueError: An unknown key, a value of another type, or a task that has its own vocabulary alone.
     """
     check_entries(entries)
     found = []
     for entry in entries:
         options = {name: value for name, value in entry.items() if name not in _OF_THE_SHARE}
-        task = make_task(entry["task"], vocabulary=tokenizer, **options)
-        assert isinstance(task, ExampleTask)
+        task: Any = make_task(entry["task"], vocabulary=tokenizer, **options)
         found.append(TaskShare(task, entry["share"], entry.get("whole_rows", False)))
     return found
 
@@ -81,18 +85,27 @@ def check_shares(tasks: Sequence[TaskShare], length: int) -> None:
 
 
 def check_lengths(tasks: Sequence[TaskShare], length: int) -> None:
-    """Raise `ValueError` for examples longer than a row of `length` tokens."""
+    """Raise `ValueError` for examples longer than a row of `length` tokens, or of which there are too few."""
     for entry in tasks:
         if entry.task.row_length > length:
             raise ValueError(
                 f"An example of {entry.task.name!r} has {entry.task.row_length} tokens, a row {length}: give the task "
                 "a shorter `length`, or longer rows."
             )
+        entry.task.check_splits()
 
 
 def accuracies(model: PreTrainedModel, tasks: Sequence[TaskShare], count: int = 200) -> dict[str, float]:
-    """Return the accuracy on `count` unseen examples of each task, by its name."""
-    return {entry.task.name: entry.task.evaluate(model, "test", count, 16).accuracy for entry in tasks}
+    """Return the accuracy on `count` unseen examples of each task, by its name; several of one are numbered from 1."""
+    names = [entry.task.name for entry in tasks]
+    labels = [
+        f"{name} {names[:place].count(name) + 1}" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]
+    return {
+        label: entry.task.evaluate(model, "test", count, 16).accuracy
+        for label, entry in zip(labels, tasks, strict=True)
+    }
 
 
 def task_row(entry: TaskShare, length: int, row: int, seed: int) -> dict[str, torch.Tensor]:
@@ -167,7 +180,13 @@ class TextAndTasks(IterableDataset):
         if not text.separate:
             raise ValueError("The text must keep documents separate (`documents='separate'`), as the examples are.")
         self.text, self.tasks, self.seed = text, list(tasks), seed
-        self._rows = 0
+        # Rows to begin behind; and up to some row, how many are text.
+        self._rows, self._counted = 0, (0, 0)
+
+    @property
+    def texts_hash(self) -> str:
+        """SHA-256 of the text's documents."""
+        return self.text.texts_hash
 
     def _choice(self, row: int) -> TaskShare | None:
         drawn = random.Random(f"{self.seed} {row}").random()
@@ -199,10 +218,13 @@ class TextAndTasks(IterableDataset):
         """
         if rows is None:
             raise ValueError("`rows` is needed: how many rows of the mixture were used.")
-        of_text = sum(self._choice(row) is None for row in range(rows))
+        before, of_text = self._counted if self._counted[0] <= rows else (0, 0)
+        of_text += sum(self._choice(row) is None for row in range(before, rows))
+        self._counted = rows, of_text
         return {"rows": rows, "text": self.text.state_dict(of_text)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration begin at the row that `state_dict` named."""
         self.text.load_state_dict(state["text"])
         self._rows = int(state["rows"])
+        self._counted = self._rows, int(state["text"]["rows"])

@@ -19,6 +19,7 @@ from functools import cached_property
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from loopergy.distill.checks import check_least
 from loopergy.distill.data import Split as TextSplit
 from loopergy.tasks.task import Accuracy, Answer, Example, ExampleTask, Split, answer_accuracy
 from loopergy.tasks.text import read_text
@@ -48,8 +49,8 @@ class Needle(ExampleTask):
         vocabulary (`PreTrainedTokenizerBase`, *optional*): The model's tokenizer; one token a character by default.
 
     Raises:
-        ValueError: A depth outside 0 to 1, a length that does not hold needle and question, or a tokenizer that does
-            not know their characters.
+        ValueError: A depth outside 0 to 1, a length that does not hold needle and question, a tokenizer that does not
+            know their characters, or a haystack without text.
     """
 
     length: int = 1024
@@ -63,10 +64,10 @@ class Needle(ExampleTask):
     name = "needle"
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.depths or any(not 0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"`depths` must be numbers from 0 to 1, got {list(self.depths)}.")
-        if self.digits < 1:
-            raise ValueError(f"`digits` must be at least 1, got {self.digits}.")
+        check_least("", self, digits=1)
         unknown = [word for word in ("The secret number of is", *WORDS, "0123456789") if not self._can_write(word)]
         if unknown:
             raise ValueError(f"The tokenizer cannot write the needle: its vocabulary lacks characters of {unknown}.")
@@ -106,8 +107,9 @@ class Needle(ExampleTask):
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _can_write(self, text: str) -> bool:
+        tokenizer = self.tokenizer  # its own one reads the source, whose errors are to be seen
         try:
-            return text in self.tokenizer.decode(self._encode(f" {text} "))
+            return text in tokenizer.decode(self._encode(f" {text} "))
         except Exception:  # what a tokenizer without an unknown token raises has no class of its own
             return False
 
@@ -134,11 +136,15 @@ class Needle(ExampleTask):
     def evaluate(
         self, model: nn.Module, split: Split = "test", count: int = 1000, batch_size: int = 64, seed: int = 0
     ) -> Accuracy:
-        """Measure the share of numbers found; `count` texts, spread evenly over all lengths and depths."""
+        """Measure the share of numbers found; `count` texts, spread evenly over all lengths and depths.
+
+        Where `count` is no multiple of their number, some have one text more; with fewer texts, some have none.
+        """
         grid = list(itertools.product(self.lengths or (self.length,), self.depths))
+        shares = [(place + 1) * count // len(grid) - place * count // len(grid) for place in range(len(grid))]
         examples = [
             self._drawn_from(lambda rng: self.hide(rng, length, depth), split, f"{seed} {length} {depth} {index}")  # noqa: B023
-            for length, depth in grid
-            for index in range(max(1, count // len(grid)))
+            for (length, depth), share in zip(grid, shares, strict=True)
+            for index in range(share)
         ]
         return answer_accuracy(model, examples, batch_size, self.chance)

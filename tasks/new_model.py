@@ -1,37 +1,20 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Small fresh models of any causal type that transformers knows, sized for a task."""
 
-import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     set_seed,
 )
 
+from loopergy.conversion.config_fields import check_fields
 from loopergy.tasks.task import Task
 
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def check_fields(kind: type[PreTrainedConfig], names: Iterable[str]) -> set[str]:
-    """Return the names of a config class's fields, general names included.
-
-    Raises:
-        ValueError: One of `names` is none; a config would take it and nothing would read it.
-    """
-    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    if "rope_parameters" in known:
-        known |= {"rope_theta", "rope_scaling"}  # its older spelling, which every such config still reads
-    unknown = sorted(set(names) - known)
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-    return known
 
 
 def new_model(model_type: str, task: Task, seed: int = 0, **fields: Any) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
+from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Answer, Example, ExampleTask
 from loopergy.tasks.vocabulary import word_tokenizer
 
@@ -47,17 +48,14 @@ class Recall(ExampleTask):
     name = "recall"
 
     def __post_init__(self):
+        super().__post_init__()
         self.num_queries = self.num_pairs if self.num_queries is None else self.num_queries
         if not 1 <= self.num_pairs <= self.num_keys:
             raise ValueError(f"`num_pairs` must be from 1 to `num_keys` = {self.num_keys}, got {self.num_pairs}.")
-        if self.num_queries < 1:
-            raise ValueError(f"`num_queries` must be at least 1, got {self.num_queries}.")
-        if self.num_values < 2:
-            raise ValueError(f"`num_values` must be at least 2, got {self.num_values}.")
+        check_least("", self, num_queries=1, num_values=2)
         needed = 2 * (self.num_pairs + self.num_queries)
         if self.length < needed:
             raise ValueError(f"`length` must be at least {needed} for these pairs and queries, got {self.length}.")
-
         if self.vocabulary is not None and len(self._words) < self.num_keys + self.num_values:
             raise ValueError(
                 f"The tokenizer has {len(self._words)} words of three letters and more that are one token, but "

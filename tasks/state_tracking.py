@@ -28,6 +28,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
+from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Answer, Example, ExampleTask
 from loopergy.tasks.vocabulary import word_tokenizer
 
@@ -60,12 +61,10 @@ class Permutations(ExampleTask):
     name = "permutations"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.group not in GROUPS:
             raise ValueError(f"`group` must be one of {', '.join(GROUPS)}, got {self.group!r}.")
-        if self.moves not in ("all", "swaps"):
-            raise ValueError(f"`moves` must be 'all' or 'swaps', got {self.moves!r}.")
-        if self.length < 1:
-            raise ValueError(f"`length` must be at least 1, got {self.length}.")
+        check_least("", self, length=1)
 
     @cached_property
     def elements(self) -> list[tuple[int, ...]]:
@@ -130,10 +129,10 @@ class SwapRecall(ExampleTask):
     name = "swap_recall"
 
     def __post_init__(self):
+        super().__post_init__()
         if not 2 <= self.num_items <= self.max_items:
             raise ValueError(f"`num_items` must be from 2 to `max_items` = {self.max_items}, got {self.num_items}.")
-        if self.num_swaps is not None and self.num_swaps < 0:
-            raise ValueError(f"`num_swaps` must not be negative, got {self.num_swaps}.")
+        check_least("", self, num_swaps=0)
 
     @property
     def chance(self) -> float:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from loopergy.distill.fields import read_fields
 from loopergy.distill.losses import IGNORE
 from loopergy.modeling.building_blocks import at_least_float32
 
@@ -227,10 +228,14 @@ def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 class Task(ABC):
     """A task: a dataclass whose fields are its options.
 
-    `rows` and `evaluate` give the same for the same options and seed, on every machine.
+    `rows` and `evaluate` give the same for the same options and seed, on every machine. Options of another type than
+    the field's are refused.
     """
 
     name: ClassVar[str]
+
+    def __post_init__(self):
+        read_fields(self)
 
     @property
     def chance(self) -> float | None:
@@ -268,6 +273,11 @@ class Task(ABC):
         """Measure the mean loss over the labels of `count` rows."""
         return token_loss(model, self.rows(split, count, seed), batch_size, self.floor)
 
+    def check_splits(self, seed: int = 0) -> None:
+        """Raise `ValueError` for options with which no example of a split can be drawn, before hours are spent."""
+        for split in ("train", "validation", "test"):
+            self.rows(split, 1, seed)[0]
+
     def options(self) -> dict[str, Any]:
         """Return the options, as JSON can hold them."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}  # type: ignore[arg-type]
@@ -293,7 +303,10 @@ class ExampleTask(Task):
             example = make(rng)
             if side_of(example.input_ids) == split:
                 return example
-        raise ValueError(f"Task {self.name!r} with options {self.options()} has too few sequences for {split!r}.")
+        raise ValueError(
+            f"Task {self.name!r} with options {self.options()} has too few sequences for {split!r}. Give longer ones, "
+            "or more symbols."
+        )
 
     def rows(self, split: Split = "train", count: int = 1000, seed: int = 0) -> Dataset:
         """Return `count` rows, drawn when they are asked for."""

@@ -17,6 +17,9 @@ def read_text(source: str | Path, max_characters: int | None = None, split: Spli
             Python carries, a file, a folder, or the name of a data set, which is streamed.
         max_characters (`int`, *optional*): Stop there; a stream needs it.
         split (`str`, defaults to `"all"`): `"train"` or `"held_out"` for the documents of that side alone.
+
+    Raises:
+        ValueError: As `load_documents`, or no text on that side.
     """
     documents = load_documents(source)
     parts, size = [], 0
@@ -27,6 +30,8 @@ def read_text(source: str | Path, max_characters: int | None = None, split: Spli
         size += len(text) + 1
         if max_characters is not None and size > max_characters:
             break
+    if not parts:
+        raise ValueError(f"Source {str(source)!r} has no text in the split {split!r}: give another source or split.")
     return "\n".join(parts)[:max_characters]
 
 

@@ -10,7 +10,6 @@ call goes on from the last checkpoint of an interrupted run as if it had not bee
 
 import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -23,20 +22,27 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from loopergy.conversion.folders import replace_file
+from loopergy.distill.checks import check_arguments, check_finite
+from loopergy.distill.fields import HARMLESS
+from loopergy.distill.processes import LOCK_FILE, alone, join_processes
 from loopergy.distill.whole_checkpoints import WholeCheckpointsTrainer
 from loopergy.modeling.weight_decay import decays
-from loopergy.tasks.task import Accuracy, Task, TokenLoss
+from loopergy.tasks.task import Accuracy, Task, TokenLoss, device_of, evaluating
 
 HISTORY_FILE = "history.json"
 RUN_FILE = "task_run.json"
 # Settings that may differ between the two halves of an interrupted run.
-_MAY_CHANGE = ("output_dir", "logging_steps", "save_steps", "eval_steps", "eval_rows", "report_to", "use_cpu")
+_MAY_CHANGE = (*HARMLESS, "output_dir", "eval_steps", "eval_rows", "use_cpu")
+# Settings of `TrainingArguments` that change nothing here, and what does.
+_UNHEEDED = {"lr_scheduler_type": "decay", "lr_scheduler_kwargs": "decay", "num_train_epochs": "max_steps"}
 DECAYS = ("geometric", "cosine", "constant")
 
 
@@ -79,14 +85,17 @@ class TaskConfig(TrainingArguments):
     disable_tqdm: bool | None = field(default=True, metadata={"help": "Show no progress bar."})
 
     def __post_init__(self):
+        check_arguments(self, max_steps=1, eval_rows=1, test_rows=1)
         if self.decay not in DECAYS:
             raise ValueError(f"`decay` must be one of {', '.join(DECAYS)}, got {self.decay!r}.")
         if not 0 < self.final_learning_rate_share <= 1:
             raise ValueError(
                 f"`final_learning_rate_share` must be above 0 and at most 1, got {self.final_learning_rate_share}."
             )
-        if self.max_steps < 1:
-            raise ValueError(f"`max_steps` must be at least 1, got {self.max_steps}: rows are drawn without end.")
+        for name, instead in _UNHEEDED.items():
+            if getattr(self, name) != TrainingArguments.__dataclass_fields__[name].default:
+                raise ValueError(f"`{name}` changes nothing here, got {getattr(self, name)!r}: set `{instead}`.")
+        join_processes()
         super().__post_init__()
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
 
@@ -104,7 +113,7 @@ class History:
             that were measured there.
         test (`dict`): Metrics on the test split after the last step.
         steps (`int`, defaults to 0): Steps done; fewer than planned if `stop_at` was reached.
-        seconds (`float`, defaults to 0.0): Wall time of this call.
+        seconds (`float`, defaults to 0.0): Wall time, that before an interruption included.
     """
 
     task: dict[str, Any]
@@ -196,6 +205,12 @@ class TaskTrainer(WholeCheckpointsTrainer):
         self.remove_callback(PrinterCallback)
         self.task = task
 
+    def take_up(self, checkpoint: str) -> None:
+        """Take the weights, the state and the time of a checkpoint, without training."""
+        _load_weights(self.model, checkpoint)  # type: ignore[arg-type]
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+        self.read_progress(checkpoint)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer with the groups of `parameter_groups`."""
         if self.optimizer is None:
@@ -243,7 +258,7 @@ def train_on_task(
 ) -> History:
     """Train a model on a task, or go on where an interrupted run in `args.output_dir` stopped.
 
-    A run that is done is not done again: the model gets its weights.
+    A run that is done is not done again: the model gets its weights. On many processes each trains on its own rows.
 
     Args:
         model (`PreTrainedModel`): Any causal language model; trained in place.
@@ -255,17 +270,36 @@ def train_on_task(
         `History`: Also written to `history.json`, beside the trained model and its tokenizer.
 
     Raises:
-        ValueError: The vocabulary or the context of the model is too small for the task, or the folder holds a run of
-            another task or with other settings.
+        ValueError: A model that is not causal, or whose vocabulary or context is too small for the task; a task of
+            too few sequences; a folder that holds something else, or that another run writes to; weights that are no
+            numbers after the training.
     """
     check_fits(model, task)
-    folder, began = Path(args.output_dir), time.perf_counter()
-    settings = _claim_folder(folder, model, task, args)
-    if (folder / HISTORY_FILE).is_file():
-        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
-        return History.load(folder)
-    trainer = TaskTrainer(model, task, args, callbacks)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    task.check_splits(args.seed)
+    folder, processes = Path(args.output_dir), join_processes()
+    _check_folder(folder)
+    # None writes before all have looked.
+    processes.wait_for_everyone()
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder, processes.is_main_process):
+        settings = _claim_folder(folder, model, task, args)
+        processes.wait_for_everyone()
+        if is_finished(folder):
+            _load_weights(model, folder)
+            return History.load(folder)
+        return _train(TaskTrainer(model, task, args, callbacks), settings)
+
+
+def _train(trainer: TaskTrainer, settings: dict[str, Any]) -> History:
+    """Train, from the last checkpoint if there is one; write the model, then its history."""
+    model: Any = trainer.model
+    task, args, folder = trainer.task, trainer.args, Path(str(trainer.args.output_dir))
+    last = get_last_checkpoint(str(folder))
+    if last is not None and _has_stopped(last, args.stop_at):
+        trainer.take_up(last)
+    else:
+        trainer.train(resume_from_checkpoint=last)
+    check_finite(model, trainer.accelerator, str(folder))
     trainer.save_model(str(folder))
     history = History(
         task=task.options(),
@@ -275,7 +309,7 @@ def train_on_task(
         points=_points(trainer.state.log_history),
         test=measure(model, task, "test", args.test_rows, args.per_device_eval_batch_size),
         steps=trainer.state.global_step,
-        seconds=round(time.perf_counter() - began, 2),
+        seconds=round(trainer.seconds, 2),
     )
     if trainer.is_world_process_zero():
         history.save(folder)
@@ -312,7 +346,7 @@ def train_curriculum(
 
 
 def check_fits(model: PreTrainedModel, task: Task) -> None:
-    """Raise `ValueError` if a model's vocabulary or context is too small for a task."""
+    """Raise `ValueError` if a model is not causal, or its vocabulary or context is too small for a task."""
     config = model.config.get_text_config()
     if config.vocab_size < len(task.tokenizer):
         raise ValueError(
@@ -325,6 +359,39 @@ def check_fits(model: PreTrainedModel, task: Task) -> None:
             f"Rows of task {task.name!r} have {task.row_length} tokens, but the model's `max_position_embeddings` is "
             f"{context}. Make the rows shorter or the model's context longer."
         )
+    ids = torch.arange(min(16, task.row_length), device=device_of(model)).repeat(2, 1) % config.vocab_size
+    ids[1, -1] = (ids[1, -1] + 1) % config.vocab_size
+    with evaluating(model):
+        one, other = model(input_ids=ids).logits[:, :-1]
+    if one.numel() and float((one - other).abs().max()) > 1e-4 * float(one.abs().max()):
+        raise ValueError(
+            f"This {type(model).__name__} is not causal: its predictions change with later tokens. Give a model that "
+            "reads from left to right, such as 'llama', or a field that makes it so, such as is_decoder=true."
+        )
+
+
+def is_finished(folder: str | Path) -> bool:
+    """Say whether a folder holds a run that is done: its history, and the weights that it is of."""
+    return (Path(folder) / HISTORY_FILE).is_file() and any(Path(folder).glob("model*.safetensors"))
+
+
+def _has_stopped(checkpoint: str, stop_at: float | None) -> bool:
+    """Say whether a run had reached its accuracy when it wrote a checkpoint."""
+    history = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).log_history
+    reached = [entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry]
+    return stop_at is not None and bool(reached) and reached[-1] >= stop_at
+
+
+def _load_weights(model: PreTrainedModel, folder: str | Path) -> None:
+    kind: Any = type(model)
+    model.load_state_dict(kind.from_pretrained(folder, dtype=model.dtype).state_dict())
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than a run."""
+    held = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    if held - {LOCK_FILE} and RUN_FILE not in held:
+        raise ValueError(f"{folder} holds something and no {RUN_FILE}: it is no run of a task. Give another folder.")
 
 
 def _claim_folder(folder: Path, model: PreTrainedModel, task: Task, args: TaskConfig) -> dict[str, Any]:
@@ -344,8 +411,7 @@ def _claim_folder(folder: Path, model: PreTrainedModel, task: Task, args: TaskCo
                 f"{folder} holds a run with different {' and '.join(other)}: {[there.get(key) for key in other]}, not "
                 f"{[run[key] for key in other]}. Give another folder, or remove this one."
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    if args.process_index == 0 and not file.is_file():
+    elif args.process_index == 0:
         _write_json(file, run)
     return settings
 
@@ -364,10 +430,11 @@ def _points(log_history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
         if "num_input_tokens_seen" in entry:
             point["tokens"] = entry["num_input_tokens_seen"]
         for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_accuracy"):
-            if name in entry:
+            # JSON has no word for what is no number, such as the norm of a step that float16 skipped.
+            if name in entry and math.isfinite(entry[name]):
                 point[name] = float(entry[name])
     return [points[step] for step in sorted(points) if len(points[step]) > 2]
 
 
 def _write_json(file: Path, content: Any) -> Path:
-    return replace_file(file, json.dumps(content, indent=1) + "\n")
+    return replace_file(file, json.dumps(content, indent=1, allow_nan=False) + "\n")

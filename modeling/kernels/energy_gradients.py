@@ -57,7 +57,7 @@ def slope_product(u: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     Args:
         u, z (`torch.Tensor` of one shape).
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return torch.ops.aten.gelu_backward(u.to(z.dtype), z)
     return _SlopeProduct.apply(u.to(z.dtype), z)  # pyright: ignore[reportReturnType]
 

@@ -66,7 +66,8 @@ def eager_attention_forward(
 
     Args:
         query (`torch.Tensor` of shape (B, H, S, D)), key, value (`torch.Tensor` of shape (B, H_kv, L, D)).
-        attention_mask (`torch.Tensor`, *optional*): added to the scores, broadcastable to (B, H, S, L).
+        attention_mask (`torch.Tensor`, *optional*): True where visible, or added to the scores; broadcastable to
+            (B, H, S, L).
 
     Returns:
         output of shape (B, S, H, D) and weights of shape (B, H, S, L).
@@ -74,7 +75,9 @@ def eager_attention_forward(
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     weights = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        weights = weights.masked_fill(~attention_mask, torch.finfo(weights.dtype).min)
+    elif attention_mask is not None:
         weights = weights + attention_mask
     weights = weights.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)

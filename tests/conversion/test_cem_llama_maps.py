@@ -1,6 +1,7 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loopergy import CEMLlamaConfig, CEMLlamaForCausalLM
@@ -61,6 +62,8 @@ def test_a_plain_step_is_a_llama(fields, tmp_path):
         ({"cem_mlp_steps": 3}, "cem_mlp_steps=3"),
         ({"cem_diag": "shared", "cem_rope_values": "exact"}, "cem_diag='shared'"),
         ({"cem_rope_values": "exact"}, "cem_rope_values='exact': a Llama's values are not rotated"),
+        ({"cem_norm_mode": "exact_jacobian"}, "cem_norm_mode='exact_jacobian': a Llama does not pull"),
+        ({"cem_norm_mode": "exact_jacobian", "cem_attention": False}, "cem_norm_mode='exact_jacobian'"),
     ],
 )
 def test_what_a_llama_cannot_do_is_named_with_its_remedy(fields, said):
@@ -107,6 +110,16 @@ def test_an_ordinary_llama_keeps_its_own_sublayers_and_is_refused_others():
         llama_to_cem(llama, cem_attention=False)
 
 
+def test_adapters_are_to_be_merged_first():
+    model = get_peft_model(build(), LoraConfig(r=2))
+    for convert in (cem_to_llama, llama_to_cem):
+        with pytest.raises(ConversionError, match="merge them first"):
+            convert(model)
+    cem_to_llama(model.merge_and_unload())
+    stock = build(cem_norm_mode="exact_jacobian", cem_attention=False, cem_mlp=False)
+    assert torch.allclose(cem_to_llama(stock)(ids()).logits, stock(ids()).logits, atol=3e-5)
+
+
 @torch.no_grad()
 def test_copies_share_no_memory_and_keep_type_and_generation_config():
     model = build().to(torch.bfloat16)
@@ -114,6 +127,9 @@ def test_copies_share_no_memory_and_keep_type_and_generation_config():
     llama = cem_to_llama(model)
     assert llama.dtype == torch.bfloat16
     assert llama.generation_config.max_new_tokens == 7
+    for kept, made in ((model, llama), (llama, llama_to_cem(llama))):
+        assert made.generation_config is not kept.generation_config
+        assert made.config.rope_parameters is not kept.config.rope_parameters
     before = model(ids()).logits
     for parameter in llama.parameters():
         parameter.zero_()

@@ -179,7 +179,7 @@ def test_weights_in_memory_win_over_the_folder_they_came_from(make_ouro, tmp_pat
     assert student.report.teacher["source"] == "memory"
     assert torch.equal(student.model.model.layers[0].mlp.up_proj.weight, teacher.model.layers[0].mlp.up_proj.weight)
     stored = convert(str(tmp_path), [0])
-    assert stored.report.teacher["source"] == str(tmp_path)
+    assert stored.report.teacher["source"] == tmp_path.name
     torch.testing.assert_close(
         stored.model.model.layers[0].mlp.up_proj.weight + 0.1, student.model.model.layers[0].mlp.up_proj.weight
     )
@@ -224,7 +224,7 @@ def test_dtype_is_the_teachers_unless_another_is_asked_for(make_ouro):
     assert result.model.config.dtype == torch.bfloat16
     assert result.report.dtype == "bfloat16"
     assert result.model.model.layers[1].self_attn.A_log.dtype == torch.float32
-    with pytest.raises(ValueError, match="'int8' is not a floating-point dtype"):
+    with pytest.raises(ValueError, match="dtype='int8' is not one of float32, bfloat16, float16, float64"):
         convert(teacher, [0], dtype="int8")
 
 
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(make_ouro, tmp_path):
     state = teacher.state_dict()
     del state["model.layers.1.self_attn.k_proj.weight"]
     teacher.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConversionError, match=r"missing_keys: model\.layers\.1\.self_attn\.k_proj\.weight"):
+    with pytest.raises(ConversionError, match=r"1 tensor\(s\) missing: model\.layers\.1\.self_attn\.k_proj\.weight"):
         convert(tmp_path, [0])
 
 

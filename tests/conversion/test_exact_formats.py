@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import loopergy
@@ -62,5 +63,39 @@ def test_the_wrong_kind_of_source_is_named(cem, tmp_path):
         convert_format(cem, "cem_llama", tmp_path / "out")
     with pytest.raises(ConversionError, match="target='gguf'"):
         convert_format(cem, "gguf", tmp_path / "out")
-    with pytest.raises(ConversionError, match="takes none"):
+    with pytest.raises(ConversionError, match="options tolerance: conversion to 'llama' takes none"):
         convert_format(cem, "llama", tmp_path / "out", tolerance=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"oops": 1}, "options oops: conversion to 'cem_llama' takes cem_attention, cem_mlp, tolerance"),
+        ({"tolerance": "oops"}, r"tolerance='oops' must be a float, such as 1e-06"),
+        ({"cem_mlp": 1}, "cem_mlp=1 must be a bool"),
+    ],
+)
+def test_options_that_a_rewriting_does_not_have_are_refused(cem, tmp_path, options, says):
+    convert_format(cem, "llama", tmp_path / "llama")
+    with pytest.raises(ConversionError, match=says):
+        convert_format(tmp_path / "llama", "cem_llama", tmp_path / "back", **options)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_not_filled_up(cem, tmp_path):
+    state = load_file(cem / "model.safetensors")
+    del state["model.layers.0.mlp.up_proj.weight"]
+    save_file(state, cem / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"missing: model\.layers\.0\.mlp\.up_proj\.weight"):
+        convert_format(cem, "llama", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_dtype_asked_for_is_written(cem, tmp_path):
+    assert convert_format(cem, "llama", tmp_path / "llama", dtype="bfloat16").dtype == torch.bfloat16
+    checkpoint = GOLDEN / "official_ckpt_FF2W.pt"
+    convert_format(checkpoint, "nrgpt", tmp_path / "nrgpt", dtype=torch.float64)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "nrgpt").dtype == torch.float64
+    with pytest.raises(ValueError, match="dtype='float8_e4m3fn' is not one of"):
+        convert_format(cem, "llama", tmp_path / "out", dtype="float8_e4m3fn")
+    with pytest.raises(ConversionError, match="revision='x' is for a Hub id"):
+        convert_format(checkpoint, "nrgpt", tmp_path / "out", revision="x")

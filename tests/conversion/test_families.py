@@ -3,6 +3,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel
 
+from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion import ConversionError, convert, parse_keep_layers, student_config
 
@@ -61,6 +62,9 @@ def test_kept_layers_can_be_spelt_in_many_ways(keep, want):
         (1.5, "out of range"),
         (float("nan"), "out of range"),
         ("some", "not understood"),
+        ("{0}", "not understood"),
+        ("", "names no layer"),
+        (" , ", "names no layer"),
         (True, "not understood"),
     ],
 )
@@ -92,6 +96,14 @@ def test_wrong_layers_are_refused_with_the_allowed_range(keep, says):
 def test_a_teacher_outside_the_families_is_refused_by_the_name_of_what_it_has(model_type, fields, says):
     with pytest.raises(ConversionError, match=says):
         convert(make(model_type, **fields), [0])
+
+
+def test_an_lt2_is_no_teacher():
+    teacher = AutoModelForCausalLM.from_config(LT2Config.from_preset("tiny"))
+    with pytest.raises(ConversionError, match="an LT2 is no teacher: its layers have mixers of their own already"):
+        convert(teacher, [0])
+    with pytest.raises(ConversionError, match="an LT2 is no teacher"):
+        student_config(teacher.config, [0])
 
 
 def test_a_lookalike_that_computes_the_same_is_converted_and_compared():

@@ -1,7 +1,15 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
+import os
+
 import pytest
 
-from loopergy.conversion.folders import check_new_folder, new_folder
+from loopergy.conversion.folders import check_new_folder, new_folder, replace_file
+
+
+def fill(folder, **options):
+    with new_folder(folder, **options) as unfinished:
+        (unfinished / "new").mkdir()
+        (unfinished / "new" / "file").write_text("2")
 
 
 def test_the_folder_appears_only_when_its_content_is_complete(tmp_path):
@@ -53,3 +61,92 @@ def test_a_folder_that_holds_something_and_a_file_are_refused(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert check_new_folder(empty) == empty
+    with pytest.raises(FileExistsError, match=r"old is a file"):
+        check_new_folder(tmp_path / "old" / "below")
+
+
+@pytest.mark.parametrize("dangling", [True, False])
+def test_through_a_link_the_folder_behind_it_is_written(tmp_path, dangling):
+    target, link = tmp_path / "disk" / "student", tmp_path / "link"
+    if not dangling:
+        target.mkdir(parents=True)
+        (target / "old").write_text("1")
+    link.symlink_to(target)
+    fill(link, overwrite=True)
+    assert link.is_symlink()
+    assert check_new_folder(link, overwrite=True) == target
+    assert [path.name for path in target.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir() if path != link] == ["disk"]
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_empty_folder_is_filled_and_stays_the_same_one(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = os.stat(".").st_ino
+    fill(".")
+    assert os.stat(tmp_path / "here").st_ino == before
+    assert (tmp_path / "here" / "new" / "file").read_text() == "2"
+    assert list(tmp_path.iterdir()) == [tmp_path / "here"]
+
+
+def test_an_empty_mount_point_is_written_on_its_own_file_system(tmp_path, monkeypatch):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(mount))
+    with new_folder(mount) as unfinished:
+        assert unfinished.parent == mount
+        (unfinished / "new").write_text("2")
+    assert [path.name for path in mount.iterdir()] == ["new"]
+    with pytest.raises(ValueError, match="cannot be replaced: it is a mount point"):
+        check_new_folder(mount, overwrite=True)
+
+
+def test_the_current_folder_and_those_above_it_are_never_replaced(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "work").write_text("1")
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (".", tmp_path, tmp_path / "here", "/"):
+        with pytest.raises(ValueError, match="cannot be replaced"):
+            check_new_folder(folder, overwrite=True)
+
+
+def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path):
+    (tmp_path / "student").mkdir()
+    late = new_folder(tmp_path / "student")
+    (late.__enter__() / "late").write_text("1")
+    fill(tmp_path / "student")
+    with pytest.raises(FileExistsError, match="not empty"):
+        late.__exit__(None, None, None)
+    assert [path.name for path in (tmp_path / "student").iterdir()] == ["new"]
+
+
+def test_what_a_killed_run_left_is_mentioned(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("loopergy.conversion.folders.logger.warning", said.append)
+    (tmp_path / ".stu[1].unfinished-0123abcd").mkdir()
+    (tmp_path / ".other.unfinished-0123abcd").mkdir()
+    fill(tmp_path / "student")
+    assert said == []
+    fill(tmp_path / "stu[1]")
+    assert len(said) == 1
+    assert said[0].endswith(f"remove it: {tmp_path / '.stu[1].unfinished-0123abcd'}")
+
+
+def test_a_file_is_replaced_whole_and_a_failure_leaves_nothing(tmp_path, monkeypatch):
+    file = replace_file(tmp_path / "deep" / "a.json", "1")
+    assert replace_file(file, "2").read_text() == "2"
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(file, "\udcff")
+    assert file.read_text() == "2"
+    assert list(file.parent.iterdir()) == [file]
+    with pytest.raises(IsADirectoryError, match="deep is a folder; give the name of a file"):
+        replace_file(tmp_path / "deep", "1")
+
+
+def test_two_writers_of_one_file_have_names_of_their_own(tmp_path, monkeypatch):
+    replaced, seen = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda one, other: (seen.append(one), replaced(one, other)))
+    for _ in range(2):
+        replace_file(tmp_path / "a", "1")
+    assert len(set(seen)) == 2

@@ -117,7 +117,10 @@ def test_a_looped_student_keeps_loops_second_norms_and_gate(save):
         True,
     )
     same_logits(student, made)
-    assert lt2_from_student(save(made), num_loops=2).config.num_loops == 2
+    config = lt2_from_student(save(made), num_loops=2).config
+    assert (config.num_loops, config.num_trained_loops) == (2, 2)
+    config = lt2_from_student(save(made, total_ut_steps=3), num_loops=4).config
+    assert (config.num_loops, config.num_trained_loops) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,8 @@ def test_shards_a_tied_head_and_half_precision_load(save):
         ({"qk_norm": True}, "norms of queries and keys"),
         ({"student_name": "swa_v1"}, "window_size is missing"),
         ({"student_name": "gla_v1"}, r"it lacks .*gk_proj.*it has, and LT2 has not, .*A_log"),
+        ({"model_type": "llama"}, "is of type 'llama', not 'student'"),
+        ({"num_heads": "four"}, "num_heads='four' must be a whole number"),
         ({"drop": ("model.norm.weight",)}, r"it lacks model\.norm\.weight"),
         (
             {"add": {"model.layers.0.attn_norm_2.weight": torch.ones(32)}},
@@ -189,6 +194,9 @@ def test_the_command_line_knows_such_a_folder(llama, save, tmp_path):
     assert is_hybrid_student(folder)
     assert not is_hybrid_student(tmp_path)
     assert not is_hybrid_student("smollm2")
+    with pytest.raises(ValueError, match="LT2Config has no field oops"):
+        lt2_from_student(folder, oops=1)
+    assert lt2_from_student(folder, dtype="bfloat16").dtype == torch.bfloat16
     done = CliRunner().invoke(app, ["convert", str(folder), "-o", str(tmp_path / "lt2")])
     assert done.exit_code == 0, done.output
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "lt2")

@@ -188,7 +188,14 @@ def test_sizes_of_the_released_recipes_are_read():
         ({"attention_pattern": "random:4"}, "attention_pattern: 'random:4' is no layout by lot"),
         ({"attention_pattern": "full->full->full"}, "has 3 loops, but loop_count=2"),
         ({"attention_pattern": "2,None"}, "has 2 entries, but n_layers=3"),
-        ({"use_attn_gate": True}, r"that no rule fills: model\.layers\.0\.self_attn\.gate_proj"),
+        ({"attention_pattern": "swa=oops"}, "attention_pattern='swa=oops' is not understood"),
+        ({"attention_pattern": "1:x"}, "attention_pattern='1:x' is not understood"),
+        ({"n_layers": "two"}, "n_layers='two' must be a whole number"),
+        ({"loop_count": None}, "loop_count=None must be a whole number"),
+        ({"n_heads": 5}, r"wq\.weight has 32 rows, which are no heads of an even head_dim=6 \(dim / n_heads\)"),
+        ({"rope_theta": "x"}, "rope_theta='x' must be a number"),
+        ({"layer_pattern": 3}, "layer_pattern=3 must be a pattern"),
+        ({"use_attn_gate": True}, r"those of its config: it lacks model\.layers\.0\.self_attn\.gate_proj"),
     ],
 )
 def test_what_lt2_does_not_have_is_refused_by_name(save, changes, says):
@@ -214,6 +221,44 @@ def test_tensors_that_do_not_belong_are_named(save, tmp_path):
         lt2_from_official(save({**state, "iteration_weights": torch.ones(2)}))
     with pytest.raises(ConversionError, match=r"consolidated\.pth is missing: an official LT2 checkpoint is a folder"):
         lt2_from_official(tmp_path)
+
+
+def test_damaged_files_are_named(save):
+    folder = save(official_state(gate=False))
+    (folder / "consolidated.pth").write_text("hello")
+    with pytest.raises(ConversionError, match=r"consolidated\.pth' is damaged"):
+        lt2_from_official(folder)
+    for text, says in (("[1]", "holds a list"), ("{oops", "is no JSON")):
+        (folder / "params.json").write_text(text)
+        with pytest.raises(ConversionError, match=rf"params\.json' {says}"):
+            lt2_from_official(folder)
+    folder = save({**official_state(gate=False), "norm.weight": 3})
+    with pytest.raises(ConversionError, match=r"entries that are no tensors: norm\.weight"):
+        lt2_from_official(folder)
+
+
+def test_a_missing_tensor_is_named(save):
+    state = official_state(gate=False)
+    del state["layers.1.attention.wq.weight"]
+    with pytest.raises(ConversionError, match=r"checkpoint's tensors .* lacks model\.layers\.1\.self_attn\.q_proj"):
+        lt2_from_official(save(state))
+
+
+def test_other_loops_leave_the_trained_ones_and_unknown_fields_are_refused(save, monkeypatch):
+    said = []
+    monkeypatch.setattr("loopergy.conversion.lt2_official.warn_beyond_trained", lambda *counts: said.append(counts))
+    folder = save(official_state(gate=False))
+    config = lt2_from_official(folder, num_loops=3).config
+    assert (config.num_loops, config.num_trained_loops) == (3, LOOPS)
+    assert said == [(3, LOOPS)]
+    with pytest.raises(ValueError, match=r"LT2Config has no field oops; it has .*num_loops"):
+        lt2_from_official(folder, oops=1)
+
+
+def test_a_checkpoint_loads_in_the_dtype_asked_for(save):
+    state = {name: tensor.float() for name, tensor in official_state(gate=False).items()}
+    assert lt2_from_official(save(state), dtype="bfloat16").dtype == torch.bfloat16
+    assert lt2_from_official(save(state)).dtype == torch.float32
 
 
 def test_the_command_line_knows_an_official_folder(save, tmp_path):

@@ -85,6 +85,8 @@ def test_a_diagonal_rate_is_written_as_the_matrix_that_it_is(eta_type):
         {"learn_alpha": True},
         {"tangent_projection": True},
         {"lm_head_bias": False},
+        {"layer_norm_eps": 1e-2},
+        {"stop_tolerance": 5.0},
     ],
 )
 def test_what_the_official_code_cannot_express_is_refused_by_name(fields):
@@ -142,6 +144,30 @@ def test_a_file_that_could_run_code_is_refused(tmp_path):
         nrgpt_from_official(tmp_path / "none.pt")
 
 
+def test_what_is_in_a_file_is_checked_before_it_is_used(tmp_path):
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ConversionError, match=r"list\.pt' holds a list"):
+        nrgpt_from_official(tmp_path / "list.pt")
+    with pytest.raises(ConversionError, match="source is a list"):
+        nrgpt_from_official([1])
+    with pytest.raises(ConversionError, match="model_args is a str"):
+        nrgpt_from_official({"model": {}, "model_args": "x"})
+    tensors = nrgpt_to_official(small())
+    with pytest.raises(ConversionError, match=r"'blocks\.ffwd\.net\.0\.weight' has shape \[3\], but must be a matrix"):
+        nrgpt_from_official({**tensors, "blocks.ffwd.net.0.weight": torch.ones(3)}, 3)
+
+
+def test_fields_that_the_config_does_not_have_are_refused():
+    with pytest.raises(ValueError, match=r"NRGPTConfig has no field oops; it has .*num_hidden_layers"):
+        nrgpt_from_official(CHECKPOINT, oops=1)
+    baseline = gpt_baseline_to_official(
+        GPTBaselineForCausalLM(GPTBaselineConfig.from_preset("tiny", recurrence="none"))
+    )
+    with pytest.raises(ValueError, match="GPTBaselineConfig has no field oops"):
+        gpt_baseline_from_official(baseline, oops=1)
+    assert gpt_baseline_from_official(baseline, dtype="float64").dtype == torch.float64
+
+
 def test_known_vocabularies_bring_their_end_of_text():
     assert nrgpt_from_official(nrgpt_to_official(small(vocab_size=20)), 3).config.eos_token_id == 0
     assert nrgpt_from_official(nrgpt_to_official(small()), 3).config.eos_token_id is None
@@ -184,6 +210,9 @@ def test_the_two_readers_name_each_other():
     relu = GPTBaselineForCausalLM(GPTBaselineConfig.from_preset("tiny", hidden_act="gelu"))
     with pytest.raises(ConversionError, match="hidden_act"):
         gpt_baseline_to_official(relu)
+    other = GPTBaselineForCausalLM(GPTBaselineConfig.from_preset("tiny", layer_norm_eps=1e-2))
+    with pytest.raises(ConversionError, match=r"the official code has no layer_norm_eps=0\.01"):
+        gpt_baseline_to_official(other)
 
 
 class Trap:

@@ -175,7 +175,7 @@ def test_files_folders_and_chats_are_read(tmp_path, topics_tokenizer):
         (b"5", "no object.*5"),
         (b"null", "no object.*None"),
         ('{"text": "café"}'.encode("latin-1"), "not UTF-8"),
-        (b'{"text": null}', "a field `text` with a text"),
+        (b'{"text": null}', "a field `text` with a text.*this one has {'text': None}"),
         (b'{"messages": ["hi", "there"]}', "a chat is a list of turns.*hi"),
         (b'{"messages": {"role": "user", "content": "hi"}}', "a chat is a list of turns"),
         (b'{"messages": [{"role": "user", "content": "hi"}]}', "this tokenizer has none"),
@@ -250,11 +250,49 @@ def test_a_single_file_is_told_how_many_documents_a_split_needs(byte_tokenizer, 
         PackedDataset([], byte_tokenizer, 8, split="all")
 
 
+def test_blank_documents_are_on_no_side_of_the_split(byte_tokenizer):
+    assert is_held_out("")
+    texts = ["", " \n", *(text for text in TEXTS if not is_held_out(text))]
+    with pytest.raises(ValueError, match="no document in the split 'held_out'"):
+        held_out_batches(texts, byte_tokenizer, length=8, num_tokens=8)
+    with pytest.raises(ValueError, match="blank ones alone"):
+        PackedDataset(["", ""], byte_tokenizer, 8, split="all")
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "old.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"old\.txt: not UTF-8.*iconv"):
+        load_documents(tmp_path)
+
+
+def test_later_passes_of_a_seed_are_not_those_of_the_next_one():
+    class Words:
+        unk_token_id, eos_token_id = None, 0
+
+        def convert_tokens_to_ids(self, token):
+            return None
+
+        def __call__(self, text, **options):
+            return {"input_ids": [int(text)]}
+
+    def passes(seed):
+        data = PackedDataset(list(map(str, range(1, 17))), Words(), 32, split="all", seed=seed)
+        return [row["input_ids"].tolist() for row in rows(data, 4)]
+
+    assert not any(one == other for one in passes(0)[1:] for other in passes(1))
+    generator = torch.Generator().manual_seed(1)
+    assert passes(1)[0][::2] == [1 + place for place in torch.randperm(16, generator=generator).tolist()]
+
+
 @pytest.mark.timeout(60)
 def test_documents_without_any_token_are_an_error_and_not_an_endless_search(byte_tokenizer, monkeypatch):
     monkeypatch.setattr("loopergy.distill.data.separator_token", lambda tokenizer: None)
-    data = PackedDataset(["", ""], byte_tokenizer, 8, split="all")
+    tokenise = byte_tokenizer.__call__
+    monkeypatch.setattr(
+        type(byte_tokenizer), "__call__", lambda self, text, **options: tokenise(text.replace("-", ""), **options)
+    )
+    data = PackedDataset(["-", "--"], byte_tokenizer, 8, split="all")
     with pytest.raises(ValueError, match="has a token"):
         rows(data, 1)
-    some = PackedDataset(["", "ab", ""], byte_tokenizer, 4, split="all")
+    some = PackedDataset(["-", "ab", "--"], byte_tokenizer, 4, split="all")
     assert [byte_tokenizer.decode(row["input_ids"].tolist()) for row in rows(some, 2)] == ["abab", "abab"]

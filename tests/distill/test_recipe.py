@@ -166,7 +166,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(small, tmp_path, monkeyp
     original = RecipeRun._convert
 
     def meanwhile(self, settings):
-        with pytest.raises(StageError, match="out is in use by another run"):
+        with pytest.raises(ValueError, match="out is in use by another run"):
             second.run()
         return original(self, settings)
 
@@ -226,6 +226,7 @@ def interrupted(small, monkeypatch):
         ({"align": {**SAVING, "data": "offline:code"}}, "data was '.*texts', the recipe has 'offline:code'"),
         ({"data": "offline:code"}, "data was '.*texts', the recipe has 'offline:code'"),
         ({"documents": "contiguous"}, "documents was 'separate', the recipe has 'contiguous'"),
+        ({"align": {**SAVING, "dataloader_num_workers": 1}}, "num_workers was None, the recipe has 1"),
     ],
 )
 def test_an_interrupted_stage_goes_on_with_its_settings_alone(interrupted, changes, message, monkeypatch):
@@ -269,6 +270,8 @@ def test_finished_stages_are_of_one_teacher_text_and_seed(small, tmp_path, monke
     for name, value in changes.items():
         with pytest.raises(StageError, match=rf"finished with other settings: {name} was .*the recipe has {value!r}"):
             small(**{**ALONE, "distill": SAVING, name: value})[0].run()
+    with pytest.raises(StageError, match=r"finished with other settings: .*evaluate.num_tokens was 0, .* 96"):
+        small(**{**ALONE, "evaluate": {"num_tokens": 96, "length": 24}})[0].run()
     for stage in ("convert", "align"):
         record = StageRecord.load(tmp_path / "out" / stage)
         del record.metrics["run"]
@@ -310,6 +313,8 @@ LESS = {key: value for key, value in TRAINING.items() if key != "max_steps"}
         ({"extend": {**TRAINING, "rope_theta": 0}}, "extend: `rope_theta` must be above 0, got 0"),
         ({"distill": {**TRAINING, "teacher_states": "s", "tasks": [TASK]}}, "distill: `teacher_states` 's' .*tasks"),
         ({"select": {"keep": 9}}, r"keep_layers=9: out of range"),
+        ({"select": {"keep": 1, "length": 999_999}}, "select: Rows have 999999 tokens, but the teacher's"),
+        ({"calibrate": {"length": 999_999}}, "calibrate: Rows have 999999 tokens, but the teacher's"),
         ({"select": {"keep": 1, "strategy": "best"}}, "`strategy` must be one of"),
         ({"select": {"keep": 0}, "convert": {"keep_layers": [1]}}, r"full attention in layers \[1\] already"),
         ({"extend": {**TRAINING, "length": 1}}, "`length` must be at least 2, got 1"),
@@ -342,6 +347,11 @@ def test_a_tokenizer_of_more_tokens_than_the_teacher_embeds_is_refused(small, ne
             tmp_path,
             teacher=new_ouro(vocab_size=100),
         )
+
+
+def test_held_out_rows_that_the_teacher_is_not_made_for_are_refused(small):
+    with pytest.raises(ValueError, match="evaluate: Rows have 999999 tokens, but the teacher's"):
+        small(evaluate={"num_tokens": 96, "length": 999_999})
 
 
 def test_tasks_too_long_for_a_later_stage_come_up_before_the_first(small, new_ouro, topics_tokenizer):
@@ -417,6 +427,11 @@ def test_numbers_are_read_as_everyone_writes_them(tmp_path):
         ({"teacher": "t", "evaluate": {"num_tokens": -1}}, "evaluate: `num_tokens` must be at least 0, got -1"),
         ({"teacher": "t", "calibrate": {"batch_size": 0}}, "calibrate: `batch_size` must be at least 1, got 0"),
         ({"teacher": "t", "calibrate": {"parts": "memory"}}, "calibrate: `parts` must be a list of .* got 'memory'"),
+        ({"teacher": "t", "tokenizer": 5}, "`tokenizer` must be a text, got 5"),
+        ({"teacher": "t", "seed": -1}, "`seed` must be at least 0, got -1"),
+        ({"teacher": "t", "tasks": {"task": "recall"}}, "`tasks` must be a list of mappings, got {'task'"),
+        ({"teacher": "t", "align": {"output_dir": "x"}}, "align: `output_dir` cannot be set here, got 'x'"),
+        ({"teacher": "t", "align": {"data_seed": 1}}, "align: `data_seed` cannot be set here, got 1"),
     ],
 )
 def test_recipes_that_cannot_be_name_what_is_known(values, message):

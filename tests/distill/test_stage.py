@@ -121,6 +121,19 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(stage, ouro, tmp_p
     assert states[0]["rows"] == 12
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_does_not_go_on_with_other_texts(ouro, tmp_path, byte_tokenizer, workers):
+    def trainer(text):
+        data = PackedDataset([text * 9, "another text " * 9], byte_tokenizer, 16, split="all")
+        options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": workers}
+        return make_trainer("align", ouro.float(), tmp_path, data, **options)
+
+    trainer("some text ").train()
+    with pytest.raises(StageError, match=r"texts are not those that .*checkpoint-1 was trained on.*remove"):
+        trainer("some test ").train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer("some text ").train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_checkpoints_hold_the_student_alone_and_appear_whole(ouro, tmp_path, random_batch, monkeypatch):
     """Guards H12."""
     data = [{"input_ids": row} for row in random_batch(rows=4)["input_ids"]]

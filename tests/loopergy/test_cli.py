@@ -197,27 +197,9 @@ def test_an_error_of_the_library_is_one_line_and_exit_code_2(monkeypatch, capsys
         cli.main()
 
 
-def test_a_folder_that_is_not_there_is_called_that(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["loopergy", "trace", str(tmp_path / "nothing"), "text"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert capsys.readouterr().err.startswith("loopergy: there is no such folder. ")
-
-
-@pytest.fixture
-def shown_by_main(monkeypatch, capsys):
-    """Run `main` on a line that fails, and return what it writes."""
-
-    def shown(*line):
-        monkeypatch.setattr(sys, "argv", ["loopergy", *map(str, line)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert stop.value.code == 2
-        text = capsys.readouterr().err.splitlines()
-        assert text[-1] == "(loopergy --debug VERB ... shows where it came from)"
-        return text[-2]
-
-    return shown
+def test_a_folder_that_is_not_there_is_called_that(shown_by_main, tmp_path):
+    shown = shown_by_main("trace", tmp_path / "nothing", "text")
+    assert shown == f"loopergy: There is no folder or file '{tmp_path / 'nothing'}' to load a model from."
 
 
 def test_errors_of_other_libraries_that_input_causes_are_one_line_too(shown_by_main, tiny_ouro, tmp_path):
@@ -231,6 +213,49 @@ def test_errors_of_other_libraries_that_input_causes_are_one_line_too(shown_by_m
     config = json.loads((tiny_ouro / "config.json").read_text())
     (tmp_path / "cut" / "config.json").write_text(json.dumps({**config, "total_ut_steps": "two"}))
     assert re.match("loopergy: the model's config: .*total_ut_steps.*two", shown_by_main("info", tmp_path / "cut"))
+
+
+def test_a_full_disk_is_not_called_a_damaged_file_and_the_hub_out_of_reach_is_one_line():
+    from huggingface_hub.errors import HTTPError
+    from safetensors import SafetensorError
+
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert cli.message_of(full).startswith("a .safetensors file cannot be written: Error while serializing: I/O")
+    assert cli.message_of(HTTPError("no\nroute")) == "the Hub cannot be reached: no route"
+    assert cli.message_of(OSError("two\nlines")) == "two lines"
+
+
+def test_a_place_for_the_result_is_looked_at_before_the_work(shown_by_main, tiny_ouro, tmp_path):
+    (tmp_path / "file").write_text("")
+    for option, target, text in (
+        ("--json", tmp_path, "is a folder"),
+        ("--json", tmp_path / "file" / "e.json", "is a file; give a name in a folder"),
+        ("--plot", tmp_path / "e.oops", "e.oops: the ending must be one of"),
+        ("--plot", tmp_path / "e", "e: the ending must be one of"),
+    ):
+        assert text in shown_by_main("trace", tmp_path / "no-model", "text", option, target)
+    assert "is a folder" in shown_by_main("eval", tiny_ouro, "--tasks", "no-task", "-o", tmp_path)
+
+
+def test_a_trace_makes_the_folders_above_what_it_writes(tmp_path, topics_tokenizer):
+    config = NRGPTConfig.from_preset("tiny", vocab_size=len(topics_tokenizer))
+    NRGPTForCausalLM(config).save_pretrained(tmp_path / "model")
+    topics_tokenizer.save_pretrained(tmp_path / "model")
+    files = [tmp_path / "a" / "e.json", tmp_path / "b" / "e.svg"]
+    done = run("trace", tmp_path / "model", "hello", "--json", files[0], "--plot", files[1])
+    assert done.exit_code == 0, done.output
+    assert all(file.stat().st_size for file in files)
+    assert [file.name for file in files[0].parent.iterdir()] == ["e.json"]
+
+
+@pytest.mark.parametrize("verb", sorted(GROUP.commands))
+def test_every_path_of_a_verb_has_its_home_folder_expanded(verb, monkeypatch):
+    monkeypatch.setenv("HOME", "/me")
+    commands = getattr(GROUP.commands[verb], "commands", {verb: GROUP.commands[verb]})
+    for command in commands.values():
+        for option in command.params:
+            if option.type_descriptor.annotation is Path or option.name == "model":
+                assert str(option.callback(None, option, "~/x")) == "/me/x", (verb, option.name)
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

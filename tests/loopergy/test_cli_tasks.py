@@ -2,8 +2,12 @@
 """The verbs of `loopergy task`."""
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -94,7 +98,7 @@ def test_listops_is_sampled_and_asked_by_operation(tmp_path):
     assert "of 10, chance 0.1000" in shown
     assert "add_10" in shown
     assert "max_10" not in shown
-    wrong = run("eval", "recall", tmp_path / "run", "--sample", "--option", "num_values=9")
+    wrong = run("eval", "recall", tmp_path / "run", "--option", "num_values=9")
     assert "another vocabulary" in str(wrong.exception)
 
 
@@ -118,6 +122,49 @@ def test_wrong_words_are_refused_by_name(trained, tmp_path):
     assert "no task 'recal'" in str(run("train", "recal", "llama", "-o", tmp_path).exception)
     assert "are for listops" in str(run("eval", "recall", folder, "--sample").exception)
     assert "--option 'num_pairs'" in str(run("eval", "recall", folder, "--option", "num_pairs").exception)
+
+
+def test_the_folder_of_a_run_has_one_name(tmp_path):
+    refused = run("train", "recall", "llama", "-o", tmp_path / "a", "--set", f"output_dir={tmp_path / 'b'}")
+    assert re.search(r"--set output_dir=.*/b: the folder of the run is --output", str(refused.exception))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_with_the_name_of_a_model_type_does_not_stand_for_it(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "lt2")
+    short = [*SHORT, "--set", "max_steps=1", "--option", "num_pairs=3", "--option", "num_values=7"]
+    done = run("train", "recall", "lt2", "-o", "fresh", *short)
+    assert "lt2 is a model type and a folder here: training a fresh lt2; ./lt2 is the folder" in done.output
+    assert "recall: lt2, " in done.output
+    assert "recall: ouro, " in run("train", "recall", "./lt2", "-o", "next", *short).output
+
+
+def test_a_task_that_was_mixed_into_a_text_is_asked_in_the_models_own_tokens(tmp_path, topics_tokenizer):
+    from loopergy import OuroConfig, OuroForCausalLM
+
+    OuroForCausalLM(OuroConfig.from_preset("tiny", vocab_size=len(topics_tokenizer))).save_pretrained(tmp_path)
+    topics_tokenizer.save_pretrained(tmp_path)
+    options = ["--option", "num_keys=9", "--option", "num_values=9", "--option", "num_pairs=4"]
+    done = run("eval", "recall", tmp_path, *options, "--count", 3, "--device", "cpu")
+    assert done.exit_code == 0, done.exception
+    assert "of 12, chance 0.1111" in done.output
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(tmp_path):
+    call = ["--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    call += ["-m", "loopergy.cli", "task", "train", "permutations", "llama", "-o", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-m", "torch.distributed.run", *call, "--option", "length=5", *SHORT]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("written to") == done.stdout.count("permutations: llama") == 1
+    history = json.loads((tmp_path / "run" / "history.json").read_text())
+    # Two steps of four rows of six tokens on each of two processes.
+    assert history["points"][-1]["tokens"] == 2 * 2 * 4 * 6
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 def test_the_settings_are_listed():

@@ -15,7 +15,7 @@ from loopergy import (
     OuroConfig,
     OuroForCausalLM,
 )
-from loopergy.describe import describe_cost, find_config, model_cost, named_dtype, slot_table
+from loopergy.describe import describe_cost, find_config, model_cost, slot_table
 
 MODELS = {
     "ouro": (OuroForCausalLM, OuroConfig.from_preset("tiny")),
@@ -100,5 +100,10 @@ def test_a_name_is_a_preset_or_a_folder(tmp_path):
 def test_bad_values_are_named():
     with pytest.raises(ValueError, match="context=0"):
         model_cost(OuroConfig.from_preset("tiny"), context=0)
-    with pytest.raises(ValueError, match="dtype='int8'"):
-        named_dtype("int8")
+
+
+def test_packed_weights_are_not_given_the_bytes_of_full_ones():
+    config = OuroConfig.from_preset("tiny")
+    config.quantization_config = {"quant_method": "torchao"}
+    weights = dict(describe_cost("x", config, model_cost(config)))["weights"]
+    assert weights.endswith("before packing; on disk they are packed")

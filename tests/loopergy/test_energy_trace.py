@@ -39,6 +39,24 @@ def test_attention_of_cem_never_rises_and_the_share_says_so():
     assert traced.share_rising("attention").eq(0).all()
 
 
+def test_cem_tells_whether_its_preconditioners_are_definite():
+    config = loopergy.CEMLlamaConfig.from_preset("tiny", cem_precond="dlr", initializer_range=0.2, cem_mlp=False)
+    model = loopergy.CEMLlamaForCausalLM(config).double()
+    assert trace(model, IDS).conditions.guaranteed
+    precond = model.model.layers[1].self_attn.descent.precond
+    with torch.no_grad():
+        precond.d.fill_(-8)
+        precond.V.copy_(-precond.U)
+    traced = trace(model, IDS, num_steps=2)
+    assert traced.share_rising("attention")[1].max() > 0
+    assert not traced.conditions.guaranteed
+    assert "layers.1.self_attn are not" in str(traced)
+    with torch.no_grad():
+        precond.reset_parameters()
+    model.config.cem_norm_mode = "every_step"
+    assert "[NO] norm: cem_norm_mode='every_step'" in str(trace(model, IDS))
+
+
 def test_share_rising_counts_tokens_step_by_step():
     energies = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [1.0, -1.0, -1.0, 0.0], [0.0, -2.0, 3.0, 1e-9]]]).double()
     traced = EnergyTrace({"total": energies}, list("abcd"))

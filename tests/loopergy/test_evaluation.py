@@ -10,11 +10,13 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import loopergy
 from loopergy import cli, evaluation
 from loopergy.evaluation import Evaluation, evaluate, load_tasks, task_of_file
+from loopergy.tasks.vocabulary import word_tokenizer
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
@@ -88,6 +90,9 @@ def test_results_are_read_as_they_were_written(tmp_path):
     assert result.lines() == ["a/b  acc                0.5000 ± 0.1000   4 examples, the first 3"]
     file.write_text('{"results": {}}')
     with pytest.raises(ValueError, match="no result of"):
+        Evaluation.load(file)
+    file.write_text('{"format": 1, "tasks": []}')
+    with pytest.raises(ValueError, match=r"`tasks` must hold the results by task, got \[\]"):
         Evaluation.load(file)
 
 
@@ -229,18 +234,46 @@ def test_a_model_in_memory_scores_what_its_folder_scores_and_takes_no_loading_op
 @needs_lm_eval
 def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(tmp_path):
     nowhere = tmp_path / "no-model"
+    with pytest.raises(FileNotFoundError, match="no-model"):
+        evaluate(nowhere, "mmlu")
+    loopergy.OuroForCausalLM(loopergy.OuroConfig.from_preset("tiny")).save_pretrained(nowhere)
     with pytest.raises(ValueError, match=r"no task 'hellaswagg'.*hellaswag"):
         evaluate(nowhere, "hellaswagg")
     with pytest.raises(ValueError, match="no task file"):
         evaluate(nowhere, str(tmp_path / "x.jsonl"))
     with pytest.raises(ValueError, match="no tasks"):
         evaluate(nowhere, "")
-    with pytest.raises(ValueError, match="limit=0"):
-        evaluate(nowhere, "mmlu", limit=0)
-    loopergy.OuroForCausalLM(loopergy.OuroConfig.from_preset("tiny")).save_pretrained(nowhere)
+    for limit in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"limit={limit} must be a whole number"):
+            evaluate(nowhere, "mmlu", limit=limit)
+    for option, value in (("device", "oops"), ("device", "cuda:99"), ("dtype", "oops")):
+        with pytest.raises(ValueError, match=f"{option}='{value}'"):
+            evaluate(nowhere, "mmlu", **{option: value})
     rows = write_rows(tmp_path / "text.jsonl", {"text": "a"})
     with pytest.raises(ValueError, match="no tokenizer beside"):
         evaluate(nowhere, rows)
+
+
+@needs_lm_eval
+def test_a_checkpoint_that_lacks_a_tensor_is_not_measured(save, tmp_path):
+    folder = save("lt2", dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 tensor\(s\) missing: lm_head\.weight"):
+        evaluate(folder, write_rows(tmp_path / "text.jsonl", {"text": "a"}), device="cpu")
+
+
+@needs_lm_eval
+def test_words_that_a_tokenizer_does_not_have_are_named_and_git_is_not_asked(tmp_path, capfd, monkeypatch):
+    tokenizer = word_tokenizer(["a", "b", "."], eos_token=".")
+    BUILD["nrgpt"](3).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert evaluate("model", write_rows(tmp_path / "known.jsonl", {"text": "a b"}), device="cpu").tasks
+    assert "git" not in capfd.readouterr().err
+    with pytest.raises(ValueError, match="The text holds 'hello', which the tokenizer's vocabulary of 3"):
+        evaluate("model", write_rows(tmp_path / "unknown.jsonl", {"text": "a"}, {"text": "b hello"}), device="cpu")
 
 
 @pytest.mark.slow

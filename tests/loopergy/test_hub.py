@@ -115,6 +115,27 @@ def test_a_second_push_sends_only_what_changed(hub, folder, tmp_path):
     assert not [request for request in hub.requests[before:] if request.startswith("PUT")], "weights went again"
 
 
+def test_hidden_files_stay_at_home_but_for_those_of_the_hub(hub, folder, tmp_path):
+    folder = shutil.copytree(folder, tmp_path / "tiny")
+    for name in (".env", ".git/config", "__pycache__/x.pyc", "pictures/.DS_Store", ".eval_results/a.yaml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x: 1")
+    done = push(hub, tmp_path, folder)
+    assert done.returncode == 0, done.stderr
+    hidden = {name for name in hub.commits["user/tiny"][-1] if "/." in f"/{name}" or "__pycache__" in name}
+    assert hidden == {".eval_results/a.yaml"}
+
+
+def test_a_hub_out_of_reach_is_one_line(folder, tmp_path):
+    class Nowhere:
+        address = "http://127.0.0.1:1"
+
+    done = push(Nowhere, tmp_path, folder)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "\nloopergy: the Hub cannot be reached: " in f"\n{done.stderr}"
+
+
 def test_a_wrong_token_publishes_nothing_and_says_so_in_one_line(hub, folder, tmp_path):
     done = push(hub, tmp_path, folder, token="hf_wrong")
     assert done.returncode == 2

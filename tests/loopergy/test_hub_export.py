@@ -228,6 +228,41 @@ def test_push_refuses_what_would_not_load(exported, tmp_path):
         push(folder, "user/name")
 
 
+def test_push_refuses_weights_that_are_cut_or_that_the_index_misnames(exported, tmp_path):
+    folder = export(exported / "nrgpt", tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
+        check_export(folder)
+    folder = tmp_path / "sharded"
+    MODELS["nrgpt"]().save_pretrained(folder, max_shard_size="40KB")
+    check_export(folder)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["nobody.weight"] = next(iter(index["weight_map"].values()))
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lacks nobody\.weight of the index"):
+        check_export(folder)
+    file.write_text("{half")
+    with pytest.raises(ValueError, match=r"index\.json is no JSON"):
+        check_export(folder)
+
+
+def test_packed_weights_are_refused_with_a_way_out(tmp_path):
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    MODELS["nrgpt"]().save_pretrained(tmp_path / "full")
+    packing = TorchAoConfig(Int8WeightOnlyConfig())
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=packing)
+    check_export(export(small, tmp_path / "small"))
+    for model in (tmp_path / "small", AutoModelForCausalLM.from_pretrained(tmp_path / "small")):
+        with pytest.raises(ValueError, match=r"packed \(quant_method 'torchao'\).*copy the folder"):
+            export(model, tmp_path / "again")
+    assert sorted(os.listdir(tmp_path)) == ["full", "small"]
+
+
 def test_a_tokenizer_that_cannot_be_read_is_an_error_and_not_left_out(tmp_path):
     MODELS["ouro"]().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{ half")

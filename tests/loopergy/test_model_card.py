@@ -1,6 +1,7 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """A card says what the files in the folder say, and nothing else."""
 
+import html
 import json
 import os
 import re
@@ -250,6 +251,46 @@ def test_no_path_of_the_machine_gets_into_a_card(tmp_path):
     assert card.data.base_model is None
 
 
+def test_no_path_of_the_machine_gets_into_an_export(tmp_path, topics_tokenizer):
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    make_run(run)
+    topics_tokenizer.save_pretrained(run / "distill")
+    teacher, data = str(secret / "döer" / "ouro"), str(secret / "text & more.jsonl")
+    record = StageRecord.load(run / "distill")
+    record.metrics["run"] = {"teacher": teacher, "data": data, "logging_dir": f"{secret}/logs"}
+    record.parent["metrics"]["run"] = {"teacher": f"{teacher}-first"}
+    record.save(run / "distill")
+    conversion(source=teacher).to_json(run / "convert" / "conversion_report.json")
+    samples = [{"prompt": "/usr/bin/env is", "teacher": "a file", "student": "/"}]
+    report = Report(f"{teacher}, made", teacher={"name": teacher}, data=data, samples=samples)
+    (run / "report.json").write_text(json.dumps(asdict(report)))
+    (run / "report.html").write_text(f"<title>{teacher}, made</title><p>{html.escape(data)}")
+    folder = loopergy.export(run / "distill", tmp_path / "out")
+    for file in folder.rglob("*"):
+        assert file.is_dir() or b"secret" not in file.read_bytes(), file
+        assert file.is_dir() or str(tmp_path).encode() not in file.read_bytes(), file
+    written = json.loads((folder / "report.json").read_text())
+    assert (written["title"], written["teacher"]["name"], written["data"]) == (
+        "ouro, made",
+        "ouro",
+        "text & more.jsonl",
+    )
+    assert written["samples"] == samples
+    assert (folder / "report.html").read_text() == "<title>ouro, made</title><p>text &amp; more.jsonl"
+    record = StageRecord.load(folder)
+    assert record.metrics["run"] == {"teacher": "ouro", "data": "text & more.jsonl", "logging_dir": "logs"}
+    assert record.parent["metrics"]["run"] == {"teacher": "ouro-first"}
+    assert not {"is_local", "local_files_only"} & set(json.loads((folder / "tokenizer_config.json").read_text()))
+
+
+def test_a_report_that_is_no_json_is_not_exported(tmp_path):
+    save("ouro", tmp_path / "model")
+    (tmp_path / "model" / "report.json").write_text("{half")
+    (tmp_path / "model" / "stage.json").write_text("[1]")
+    folder = loopergy.export(tmp_path / "model", tmp_path / "out")
+    assert not (folder / "report.json").exists()
+
+
 def test_a_teacher_in_memory_has_no_name(tmp_path):
     save("lt2", tmp_path)
     conversion(source="memory").to_json(tmp_path / "conversion_report.json")
@@ -299,9 +340,36 @@ def test_a_file_that_cannot_be_read_is_left_out_and_named(tmp_path, monkeypatch)
     (tmp_path / "conversion_report.json").write_text('{"format": 99}')
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "half.json").write_text('{"format": 1, "tasks"')
+    (tmp_path / "evaluation" / "list.json").write_text('{"format": 1, "tasks": []}')
+    names = ["report.json", "pretraining.json", "history.json", "selection.json", "energies.json", "stage.json"]
+    for name in names:
+        (tmp_path / name).write_text("[1]")
+    (tmp_path / "tokenizer_config.json").write_text("{half")
     text = text_of(write_card(tmp_path).parent)
     assert "How it was made" not in text
-    assert [warning.partition(" ")[0] for warning in warnings] == ["half.json", "conversion_report.json"]
+    wrong = {"half.json", "list.json", "conversion_report.json", "tokenizer_config.json", *names}
+    assert {warning.partition(" ")[0] for warning in warnings} == wrong
+    (tmp_path / "stage.json").write_text("{half")
+    assert "stage.json" not in kept_files(tmp_path) or write_card(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"---\nlicense: [unclosed\n---\n", b"---\n- 1\n---\n", b"\xff\xfe card"])
+def test_a_card_that_cannot_be_read_is_kept_or_replaced(content, tmp_path):
+    save("ouro", tmp_path)
+    card = tmp_path / "README.md"
+    card.write_bytes(content)
+    with pytest.raises(FileExistsError, match="edited by hand"):
+        write_card(tmp_path)
+    assert card.read_bytes() == content
+    write_card(tmp_path, overwrite=True)
+    assert not is_edited(card)
+
+
+def test_a_name_that_the_hub_would_not_take_is_refused(tmp_path):
+    save("ouro", tmp_path)
+    with pytest.raises(ValueError, match="'oops oops'"):
+        write_card(tmp_path, repo_id="oops oops")
+    assert not (tmp_path / "README.md").exists()
 
 
 def test_without_matplotlib_a_card_has_the_pictures_that_are_there(tmp_path, monkeypatch):

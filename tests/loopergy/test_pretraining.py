@@ -28,7 +28,7 @@ SMALL = {
     "start": {"embedding_std": 0.5, "branch_scale": 0.25},
     "tasks": [{"task": "recall", "share": 0.3, "length": 24, "num_pairs": 2, "num_keys": 8, "num_values": 8}],
     "pretrain": {
-        "max_steps": 4, "length": 64, "per_device_train_batch_size": 2, "logging_steps": 2, "save_steps": 2,
+        "max_steps": 4, "length": 64, "per_device_train_batch_size": 2, "logging_steps": 4, "save_steps": 2,
         "use_cpu": True, "disable_tqdm": True,
     },
     "gate": {
@@ -120,9 +120,12 @@ def test_an_interrupted_run_ends_as_one_that_was_not(finished, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         PretrainRun(recipe(), tmp_path).run()
     assert not (tmp_path / "pretrain").exists()
+    progress = tmp_path / "checkpoints" / "pretrain" / "checkpoint-2" / "progress.json"
+    progress.write_text(json.dumps({**json.loads(progress.read_text()), "seconds": 1000.0}))
     again = PretrainRun(recipe(), tmp_path).run()
     assert steps == [2, 4]
-    assert again["losses"] == report["losses"]
+    assert again["losses"] == report["losses"], "though no loss was logged before the interruption"
+    assert again["stages"][0]["seconds"] > 1000 > again["stages"][1]["seconds"]
     assert again["stages"][1]["loops"] == report["stages"][1]["loops"]
 
 
@@ -203,23 +206,93 @@ def test_a_trained_tokenizer_has_ouros_special_tokens():
         ({"start": {"branch_scale": "small"}}, r"start: `branch_scale` must be a number, got 'small'"),
         ({"tokenizer": {}}, r"tokenizer: `vocab_size` is missing"),
         ({"teacher": "smollm2"}, r"unknown keys \['teacher'\]"),
+        ({"data": 5}, r"`data` must be a text, got 5"),
+        ({"data": None}, r"`data` must be a text, got None"),
+        ({"seed": "abc"}, r"`seed` must be a whole number, got 'abc'"),
+        ({"seed": None}, r"`seed` must be a whole number, got None"),
+        ({"seed": 1.5}, r"`seed` must be a whole number, got 1.5"),
+        ({"seed": -1}, r"`seed` must be at least 0, got -1"),
+        ({"tokenizer": None}, r"`tokenizer` must be a mapping or a text, got None"),
+        ({"tokenizer": {"vocab_size": "abc"}}, r"tokenizer: `vocab_size` must be a whole number, got 'abc'"),
+        ({"tokenizer": {"vocab_size": 400.5}}, r"tokenizer: `vocab_size` must be a whole number, got 400.5"),
+        ({"model": 5}, r"`model` must be a mapping, got 5"),
+        ({"tasks": 5}, r"`tasks` must be a list of mappings, got 5"),
+        ({"tasks": ["recall"]}, r"`tasks` must be a list of mappings, got \['recall'\]"),
+        ({"tasks": [{"task": "recall", "share": "abc"}]}, r"tasks, recall: `share` must be a number, got 'abc'"),
+        ({"tasks": [{"task": "recall", "share": 0.1, "length": 9.5}]}, r"recall: `length` must be a whole .* 9.5"),
+        ({"tasks": [{"task": "permutations", "share": 0.1}]}, r"'permutations' has a vocabulary of its own.* recall"),
+        ({"start": {"embedding_std": -1.0}}, r"start: `embedding_std` must be at least 0, got -1.0"),
+        ({"start": {"embedding_std": float("nan")}}, r"start: `embedding_std` must be a finite number, got nan"),
+        ({"gate": {"steepness": float("nan")}}, r"gate: `steepness` must be a finite number, got nan"),
+        ({"pretrain": {"entropy_weight": float("inf")}}, r"`entropy_weight` must be a finite number, got inf"),
+        ({"pretrain": {"bf16": "maybe"}}, r"pretrain: `bf16` must be true or false, got 'maybe'"),
+        ({"pretrain": {"output_dir": "x"}}, r"pretrain: `output_dir` cannot be set here, got 'x': .*\(-o\)"),
+        ({"pretrain": {"seed": 1}}, r"pretrain: `seed` cannot be set here, got 1: the recipe's own"),
+        ({"gate": {"data_seed": 1}}, r"gate: `data_seed` cannot be set here, got 1: .* the recipe's own"),
     ],
 )
-def test_unknown_keys_name_the_known_ones(changes, message):
+def test_keys_and_values_that_a_recipe_does_not_take_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         recipe(**changes)
 
 
-def test_what_the_gate_refuses_comes_up_before_pretraining(tmp_path):
-    for gate, message in (
-        ({"length": 1}, "gate: `length` must be at least 2"),
-        ({"length": 16}, "gate: .* a row 16"),
-        ({"max_steps": -1}, "gate: give `target_tokens` or `max_steps`"),
-    ):
-        run = PretrainRun(recipe(gate={**SMALL["gate"], **gate}), tmp_path / "run")
-        with pytest.raises(ValueError, match=message):
-            run.run()
-    assert not (tmp_path / "run" / "pretrain").exists()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": {"length": 1}}, "gate: `length` must be at least 2"),
+        ({"gate": {"length": 16}}, "gate: .* a row 16"),
+        ({"gate": {"max_steps": -1}}, "gate: give `target_tokens` or `max_steps`"),
+        ({"gate": {"length": 512}}, "gate: Rows have 512 tokens, but the model's .*256, or `model.max_position_embed"),
+        ({"gate": {"steepness": -1}}, "gate: `steepness` must be at least 0, got -1"),
+        ({"model": {"num_loops": 1}}, "gate: .* at least two loops, the model's `num_loops` is 1"),
+        ({"model": {"vocab_size": 100}}, "model: `vocab_size` must be at least 700, .* got 100"),
+        ({"evaluate": {"length": 512}}, "evaluate: Rows have 512 tokens, but the model's"),
+        ({"pretrain": {"per_device_train_batch_size": 0}}, "`per_device_train_batch_size` must be at least 1, got 0"),
+        (
+            {"pretrain": {"per_device_train_batch_size": -2}},
+            "`per_device_train_batch_size` must be at least 1, got -2",
+        ),
+        ({"pretrain": {"per_device_eval_batch_size": 0}}, "`per_device_eval_batch_size` must be at least 1, got 0"),
+        ({"pretrain": {"gradient_accumulation_steps": 0}}, "`gradient_accumulation_steps` must be at least 1, got 0"),
+        ({"pretrain": {"loss_chunk_size": -4}}, "`loss_chunk_size` must be at least 1, got -4"),
+        ({"pretrain": {"remove_unused_columns": True}}, "`remove_unused_columns` must be false, got True"),
+        ({"pretrain": {"report_to": "nosuch"}}, "`report_to`: nosuch is not installed here"),
+        ({"tasks": {"num_pairs": 1, "num_keys": 1, "num_values": 2, "length": 4}}, "has too few sequences for"),
+    ],
+)
+def test_what_a_run_refuses_comes_up_before_it_trains(tmp_path, monkeypatch, changes, message):
+    ((name, part),) = changes.items()
+    value = [{**SMALL["tasks"][0], **part}] if name == "tasks" else {**SMALL[name], **part}
+    monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained"))
+    with pytest.raises(ValueError, match=message):
+        PretrainRun(recipe(**{name: value}), tmp_path / "run").run()
+
+
+def test_without_held_out_text_a_run_trains_all_the_same_and_logs_the_loss_of_a_short_one(tmp_path):
+    short = {**SMALL["pretrain"], "max_steps": 1, "logging_steps": 10}
+    changes = {"gate": None, "tasks": [], "pretrain": short}
+    job = PretrainRun(recipe(**changes, evaluate={"num_tokens": 0}), tmp_path)
+    report = job.run()
+    assert report["stages"] == []
+    assert len(report["losses"]["pretrain"]) == 1
+    assert StageRecord.load(job.model_folder()).tokens_seen == 128
+    with pytest.raises(StageError, match=r"finished .*: .*evaluate.num_tokens was 0, the recipe has 256"):
+        PretrainRun(recipe(**changes), tmp_path).run()
+
+
+def test_a_tokenizer_is_trained_on_chats_as_its_own_template_writes_them(tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    lines = [json.dumps({"messages": [*turns, {"role": "user", "content": str(index)}]}) for index in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    data = str(tmp_path / "chats.jsonl")
+    job = PretrainRun(recipe(data=data, tokenizer={"vocab_size": 300}, tasks=[]), tmp_path / "run")
+    ids = torch.cat([batch["input_ids"].flatten() for batch in job.held_out]).tolist()
+    assert "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho" in job.tokenizer.decode(ids)
+
+
+def test_a_mistyped_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data: there is no file or folder 'my_texts'.*Correct the path"):
+        PretrainRun(recipe(data="my_texts"), tmp_path)
 
 
 def test_a_tokenizer_has_a_token_for_every_byte(tmp_path):

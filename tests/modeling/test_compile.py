@@ -60,6 +60,16 @@ def test_a_forward_is_one_graph_for_all_lengths_and_equals_eager(kind, make_ids)
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **EXACT)
 
 
+@pytest.mark.parametrize("kind", ["cem-shared", *slowly("cem-no-diagonal", "nrgpt")])
+@torch.no_grad()
+def test_energies_are_those_of_eager_in_one_graph(kind, make_ids):
+    model, ids = build(kind), make_ids(2, 9)
+    options = {"use_cache": False, "output_energies": True}
+    found = torch.compile(model, backend="eager", fullgraph=True)(ids, **options).energies
+    for part, energies in model(ids, **options).energies.items():
+        torch.testing.assert_close(found[part], energies, **EXACT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lt2-gdn", "cem-shared", "nrgpt-strict"])
 @torch.no_grad()

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from loopergy import NRGPTConfig, NRGPTForCausalLM
+from loopergy.modeling.folded_step import FoldedSteps
 
 KINDS = {
     "official": {},
@@ -54,6 +55,27 @@ def test_a_long_generated_text_is_that_of_a_run_without_cache(kind):
     model, ids = build(**KINDS[kind]), draw(1, 4)
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     assert model.generate(ids, **options).equal(model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_beams_take_folded_steps_and_find_the_texts_of_a_run_without_cache(kind, monkeypatch):
+    model, ids = build(**KINDS[kind]), draw(2, 4)
+    options = {"max_new_tokens": 24, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    plain, taken, descend = model.generate(ids, use_cache=False, **options), [], FoldedSteps.descend
+    monkeypatch.setattr(FoldedSteps, "descend", lambda *call: taken.append(1) or descend(*call))
+    assert model.generate(ids, **options).equal(plain)
+    assert len(taken) >= 12
+    assert model.model.block.folded is None
+
+
+def test_whoever_ends_first_unfolds_nobody_else():
+    block = build().model.block
+    with block.folded_for_decoding():
+        folded = block.folded
+        with block.folded_for_decoding():
+            assert block.folded is folded
+        assert block.folded is folded
+    assert block.folded is None
 
 
 def test_changed_weights_are_seen_by_the_next_call():

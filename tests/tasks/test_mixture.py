@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loopergy.distill.data import PackedDataset, is_held_out
-from loopergy.tasks.mixture import TaskShare, TextAndTasks, task_batches, task_row
+from loopergy.tasks.mixture import TaskShare, TextAndTasks, accuracies, task_batches, task_row
 from loopergy.tasks.needle import Needle
 from loopergy.tasks.recall import Recall
 
@@ -134,3 +134,28 @@ def test_batches_of_tasks_share_their_rows_out_and_hold_no_text(mixture):
         assert all(torch.equal(rows[name][index], value) for name, value in row.items())
     few = task_batches(tasks, length=LENGTH, num_tokens=1)
     assert len(few) == 2, "every task is asked"
+
+
+def test_several_entries_of_one_task_are_measured_each(mixture, knows, topics_tokenizer):
+    recall, needle = mixture().tasks
+    measured = accuracies(knows(len(topics_tokenizer), lambda ids: 0), [recall, needle, recall], count=3)
+    assert list(measured) == ["recall 1", "needle", "recall 2"]
+
+
+def test_a_checkpoint_counts_only_the_rows_since_the_last_one(mixture, monkeypatch):
+    data = mixture()
+    take(data, 30)
+    wanted = [data.state_dict(row) for row in (10, 25, 12)]
+    fresh, counted, choice = mixture(), [], TextAndTasks._choice
+    take(fresh, 30)
+    monkeypatch.setattr(TextAndTasks, "_choice", lambda self, row: counted.append(row) or choice(self, row))
+    assert [fresh.state_dict(row) for row in (10, 25)] == wanted[:2]
+    assert counted == list(range(25))
+    assert fresh.state_dict(12) == wanted[2], "an earlier row is counted anew"
+    counted.clear()
+    resumed = mixture()
+    resumed.load_state_dict(wanted[0])
+    take(resumed, 15)
+    counted.clear()
+    assert resumed.state_dict(25) == wanted[1]
+    assert counted == list(range(10, 25))

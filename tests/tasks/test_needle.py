@@ -95,3 +95,20 @@ def test_a_tokenizer_that_cannot_write_the_needle_is_refused():
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Needle(**options)
+
+
+@pytest.mark.parametrize(("count", "depths"), [(3, 3), (5, 5), (7, 5)])
+def test_no_more_texts_are_measured_than_asked_for(knows, count, depths):
+    task = Needle(length=160)
+    score = task.evaluate(knows(len(task.tokenizer), lambda ids: 0), count=count)
+    assert (score.total, len(score.groups)) == (count, depths)
+
+
+def test_a_haystack_that_is_not_there_is_named(tmp_path, topics_tokenizer):
+    with pytest.raises(FileNotFoundError, match=r"nosuch\.txt"):
+        Needle(source=str(tmp_path / "nosuch.txt"))
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(ValueError, match=r"blank\.txt' has no text in the split 'all'"):
+        Needle(source=str(tmp_path / "blank.txt"))
+    with pytest.raises(ValueError, match=r"blank\.txt' has no text"):
+        Needle(source=str(tmp_path / "blank.txt"), vocabulary=topics_tokenizer).check_splits()

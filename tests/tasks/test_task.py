@@ -192,3 +192,33 @@ def test_the_labels_are_what_a_causal_model_is_trained_on(tasks, name):
     with torch.no_grad():
         theirs = float(model(**row).loss)
     assert task.loss(model, "train", 1).nats == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("recall", {"num_pairs": "abc"}, "`num_pairs` must be a whole number, got 'abc'"),
+        ("recall", {"length": 32.5}, "`length` must be a whole number, got 32.5"),
+        ("recall", {"vocabulary": 5}, "`vocabulary` must be a PreTrainedTokenizerBase, got 5"),
+        ("needle", {"lengths": 256}, "`lengths` must be a list of whole numbers, got 256"),
+        ("needle", {"depths": 0.5}, "`depths` must be a list of numbers, got 0.5"),
+        ("needle", {"digits": 1.5}, "`digits` must be a whole number, got 1.5"),
+        ("needle", {"split": "held"}, "`split` must be 'train' or 'held_out' or 'all', got 'held'"),
+        ("needle", {"depths": [0.5, float("nan")]}, "`depths` must be a list of numbers"),
+        ("swap_recall", {"num_items": "abc"}, "`num_items` must be a whole number, got 'abc'"),
+        ("permutations", {"group": 3}, "`group` must be a text, got 3"),
+        ("listops", {"train_samples": "abc"}, "`train_samples` must be a whole number, got 'abc'"),
+        ("listops", {"seed": "abc"}, "`seed` must be a whole number, got 'abc'"),
+        ("listops", {"operators": "max_10"}, "`operators` must be a list of texts, got 'max_10'"),
+        ("characters", {"source": 5}, "`source` must be a text, got 5"),
+        ("characters", {"max_characters": -1}, "`max_characters` must be at least 1, got -1"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_task(name, **options)
+
+
+def test_a_whole_number_may_be_written_with_a_point():
+    assert make_task("recall", length=64.0).row_length == 64
+    assert isinstance(make_task("recall", length=64.0).length, int)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from loopergy.tasks import training
 from loopergy.tasks.catalog import make_task
 from loopergy.tasks.new_model import new_model
 from loopergy.tasks.state_tracking import SwapRecall
@@ -263,8 +264,99 @@ def test_a_model_that_is_too_small_for_a_task_is_refused(task, tmp_path):
         ({"decay": "linear"}, "geometric, cosine"),
         ({"final_learning_rate_share": 0.0}, "above 0"),
         ({"max_steps": 0}, "max_steps"),
+        ({"max_steps": None}, "`max_steps` must be a whole number, got None"),
+        ({"max_steps": "abc"}, "`max_steps` must be a whole number, got 'abc'"),
+        ({"max_steps": 3.5}, "`max_steps` must be a whole number, got 3.5"),
+        ({"learning_rate": "abc"}, "`learning_rate` must be a number, got 'abc'"),
+        ({"learning_rate": math.inf}, "`learning_rate` must be a finite number, got inf"),
+        ({"weight_decay": None}, "`weight_decay` must be a number, got None"),
+        ({"stop_at": "abc"}, "`stop_at` must be a number, got 'abc'"),
+        ({"test_rows": "abc"}, "`test_rows` must be a whole number, got 'abc'"),
+        ({"test_rows": 0}, "`test_rows` must be at least 1, got 0"),
+        ({"bf16": "maybe"}, "`bf16` must be true or false, got 'maybe'"),
+        ({"lr_scheduler_type": "cosine"}, "`lr_scheduler_type` changes nothing here, got 'cosine': set `decay`"),
+        ({"num_train_epochs": 7}, "`num_train_epochs` changes nothing here, got 7: set `max_steps`"),
+        ({"remove_unused_columns": True}, "`remove_unused_columns` must be false"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         settings(tmp_path, **options)
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(task, tmp_path):
+    new_model("llama", task).save_pretrained(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"holds something and no task_run\.json.*Give another folder"):
+        train_on_task(new_model("llama", task), task, settings(tmp_path))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_history_without_weights_is_no_finished_run(task, tmp_path):
+    model = new_model("llama", task)
+    train_on_task(model, task, settings(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    again = new_model("llama", task, seed=9)
+    train_on_task(again, task, settings(tmp_path))
+    assert (tmp_path / "model.safetensors").is_file()
+    assert torch.equal(weights(again), weights(model))
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(task, tmp_path):
+    second = settings(tmp_path)
+
+    class Second(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            with pytest.raises(ValueError, match="in use by another run"):
+                train_on_task(new_model("llama", task), task, second)
+
+    train_on_task(new_model("llama", task), task, settings(tmp_path), [Second()])
+
+
+def test_a_run_that_diverged_is_not_stored_as_finished(task, tmp_path):
+    args = settings(tmp_path, learning_rate=1e10, max_grad_norm=0.0, save_strategy="no")
+    with pytest.raises(ValueError, match=r"not finite.*diverged"):
+        train_on_task(new_model("llama", task), task, args)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "history.json").exists()
+
+
+def test_a_history_is_json_that_everyone_reads(tmp_path):
+    log = [{"step": 1, "loss": 2.0, "grad_norm": math.inf, "learning_rate": 0.1}]
+    assert training._points(log) == [{"step": 1, "loss": 2.0, "learning_rate": 0.1}]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        History({}, "llama", 1, {}, test={"loss": math.nan}).save(tmp_path)
+
+
+def test_too_few_sequences_come_up_before_training(tmp_path):
+    task = make_task("permutations", length=1)
+    with pytest.raises(ValueError, match="too few sequences for 'test'"):
+        train_on_task(new_model("llama", task), task, settings(tmp_path / "run"), [Crash(0)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_killed_after_its_last_evaluation_does_not_train_on(task, tmp_path, monkeypatch):
+    whole, cut = new_model("llama", task), new_model("llama", task)
+    expected = train_on_task(whole, task, settings(tmp_path / "whole", stop_at=0.0))
+    measure = training.measure
+
+    def killed(model, task, split, *where, **named):
+        if split == "test":
+            raise KeyboardInterrupt
+        return measure(model, task, split, *where, **named)
+
+    monkeypatch.setattr(training, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_on_task(new_model("llama", task), task, settings(tmp_path / "cut", stop_at=0.0))
+    monkeypatch.undo()
+    counter = Crash(None)
+    history = train_on_task(cut, task, settings(tmp_path / "cut", stop_at=0.0), [counter])
+    assert (counter.begun, history.steps) == (0, 2)
+    assert (history.test, history.points) == (expected.test, expected.points)
+    assert torch.equal(weights(cut), weights(whole))
+
+
+def test_a_model_that_reads_later_tokens_is_refused(task, tmp_path):
+    with pytest.raises(ValueError, match="BertLMHeadModel is not causal"):
+        train_on_task(new_model("bert", task), task, settings(tmp_path))
+    train_on_task(new_model("bert", task, is_decoder=True), task, settings(tmp_path, max_steps=1))

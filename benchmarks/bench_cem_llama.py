@@ -140,12 +140,12 @@ def measure_decoding(context: int, rows: int, repeats: int, steps: int) -> dict:
     return found
 
 
-def measure_diagonal(length: int, training: bool, repeats: int) -> dict:
-    """Time one step of attention with a shared diagonal in three forms, at 8 heads of 64."""
+def diagonal_forms(length: int, training: bool, device: str = "cpu") -> dict[str, Callable[[], None]]:
+    """Return one step of attention with a shared diagonal in three forms, at 8 heads of 64, as calls."""
     torch.manual_seed(0)
-    query, keys = torch.randn(2, 1, 8, length, 64).requires_grad_(training)
-    point, context = torch.randn(2, 1, length, 512).requires_grad_(training)
-    diagonal = torch.full((1, 512), 0.01)
+    query, keys = torch.randn(2, 1, 8, length, 64, device=device).requires_grad_(training)
+    point, context = torch.randn(2, 1, length, 512, device=device).requires_grad_(training)
+    diagonal = torch.full((1, 512), 0.01, device=device)
 
     def formed(all_at_once: bool) -> tuple[torch.Tensor, torch.Tensor]:
         part = DiagonalPart(diagonal, point, context[:, None])
@@ -166,7 +166,7 @@ def measure_diagonal(length: int, training: bool, repeats: int) -> dict:
             torch.autograd.grad(loss, (query, keys, point, context))
 
     forms = {"chunks": lambda: run(lambda: formed(False)), "all at once": lambda: run(lambda: formed(True))}
-    return in_turn(forms | {"fused": lambda: run(fused)}, repeats, "chunks")
+    return forms | {"fused": lambda: run(fused)}
 
 
 def main() -> None:
@@ -209,7 +209,7 @@ def main() -> None:
     print("|---|---|---|---|")
     for length in options.diagonals:
         for what in ("training", "forward"):
-            rows = measure_diagonal(length, what == "training", 3)
+            rows = in_turn(diagonal_forms(length, what == "training"), 3, "chunks")
             results["diagonal"][f"{what} {length}"] = rows
             for name, row in rows.items():
                 print(f"| {what}, {length} | {name} | {row['ms']:.1f} | {row['ratio']:.2f} |", flush=True)

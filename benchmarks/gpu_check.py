@@ -1,17 +1,20 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Check every CUDA path of the recurrent mixers' kernels against the torch kernels, and time them.
+"""Check every CUDA path against the same on a CPU or in plain torch, and time the kernels.
 
 For each family (gated delta rule, delta rule with a decay per channel, linear attention without decay and with one per
 head or channel) and case the dispatcher's answer on the GPU (flash-linear-attention's kernels, if they are usable) is
 compared with our torch kernels on the same GPU in float64: outputs, final states and gradients, packed documents,
-single steps, short and ragged lengths, strong decay. Then times by device events, next to two ceilings measured here:
-the rate of matrix products and of copies. Exits with 1 if a case is off, and with 0 where there is no GPU.
+single steps, short and ragged lengths, strong decay. Small models of all families give logits, gradients and, token by
+token from a cache, logits again; the same on the CPU in float64. Then times by device events, next to two ceilings
+measured here: the rate of matrix products and of copies. Exits with 1 if a case is off, and with 0 where there is no
+GPU.
 
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --output gpu_check.json
 """
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -22,7 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from bench_cem_llama import diagonal_forms
 
+import loopergy
 from loopergy.modeling.kernels import (
     chunk_gated_delta_rule,
     chunk_gla,
@@ -76,6 +81,18 @@ CASES = {
     "grouped heads": (200, 2, 6, 64, 64, None, -0.5),
     "packed": (300, 4, 4, 64, 64, (0, 1, 64, 129, 300), -0.5),
     "strong decay": (200, 4, 4, 64, 64, None, -200.0),
+}
+# Config class of a small model, and its fields.
+MODELS = {
+    "Ouro": ("Ouro", {}),
+    "LT2, gdn and full": ("LT2", {}),
+    "LT2, kda and window": ("LT2", {"layer_mixers": "kda*4,window", "sliding_window": 16}),
+    "LT2, mamba2 and dsa": ("LT2", {"layer_mixers": "mamba2*4,dsa", "dsa_topk": 16}),
+    "LT2, nsa": ("LT2", {"layer_mixers": "nsa"}),
+    "CEM-Llama": ("CEMLlama", {"cem_diag": "none", "num_steps": 2}),
+    "CEM-Llama, shared diagonal": ("CEMLlama", {"cem_diag": "shared", "num_steps": 2}),
+    "CEM-Llama, diagonal per head": ("CEMLlama", {"cem_diag": "per_head", "num_steps": 2}),
+    "NRGPT": ("NRGPT", {"max_position_embeddings": 128}),
 }
 # Batch, length, heads, key width, value width.
 TIMED = [(8, 2048, 8, 128, 128), (1, 8192, 16, 128, 256), (4, 1, 16, 128, 256), (64, 1, 16, 128, 256)]
@@ -185,6 +202,58 @@ def check_continuation(title: str, family: Family) -> dict:
     return row
 
 
+def check_models(device: str) -> list[dict]:
+    """Compare logits, gradients and cached logits of small models on a device with the logits of a CPU in float64."""
+    rows = []
+    for name, (family, fields) in MODELS.items():
+        torch.manual_seed(0)
+        try:
+            config = getattr(loopergy, f"{family}Config").from_preset("tiny", **fields)
+            exact = getattr(loopergy, f"{family}ForCausalLM")(config).double().eval()
+            ids = torch.randint(3, config.vocab_size, (2, 70))
+            found = [results_of(model, ids) for model in (copy.deepcopy(exact).float().to(device), exact)]
+            errors = {key: relative(found[0][key].cpu(), found[1][key]) for key in found[1]}
+            row = {"case": name, "errors": errors, "ok": max(errors.values()) < TOLERANCE[torch.float32]}
+            note = ", ".join(f"{key} {error:.1e}" for key, error in errors.items())
+        except Exception as error:
+            row = {"case": name, "ok": False, "error": f"{type(error).__name__}: {error}"}
+            note = row["error"][:150]
+        rows.append(row)
+        print(f"{'ok ' if row['ok'] else 'OFF'} {name:42s} {note}", flush=True)
+    return rows
+
+
+def results_of(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return logits, those of the last ten tokens from a cache, and the gradients of all parameters in one piece."""
+    ids = ids.to(next(model.parameters()).device)
+    logits = model(ids, use_cache=False).logits
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(logits.sin().sum(), parameters, allow_unused=True)
+    with torch.no_grad():
+        outputs = model(ids[:, :-10], use_cache=True)
+        steps = []
+        for token in ids[:, -10:].split(1, dim=1):
+            outputs = model(token, cache=outputs.cache, use_cache=True)
+            steps.append(outputs.logits)
+    return {
+        "logits": logits.detach(),
+        "cached": torch.cat(steps, dim=1),
+        "gradients": torch.cat([grad.flatten() for grad in grads if grad is not None]),
+    }
+
+
+def time_diagonals() -> list[dict]:
+    """Time the forms of CEM-Llama's attention with a shared diagonal."""
+    rows = []
+    for length in (512, 2048, 8192):
+        for training in (False, True):
+            times = {name: milliseconds(form, 5) for name, form in diagonal_forms(length, training, "cuda").items()}
+            rows.append({"length": length, "training": training, "ms": times})
+            shown = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+            print(f"shared diagonal, {length} tokens, {'f+b' if training else 'fwd'}: {shown}", flush=True)
+    return rows
+
+
 def milliseconds(call: Callable[[], object], turns: int = 20) -> float:
     """Return the median time of a call by device events, after a warm-up."""
     for _ in range(3):
@@ -257,21 +326,25 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, kernels: {kernel_backend('cuda')}")
     # The comparison is about kernels, not about shortened float32 products in the torch path.
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows, timings = [], []
+    rows, timings, diagonals = [], [], []
     for title, family in FAMILIES.items():
         rows += [*check_cases(title, family), check_continuation(title, family)]
+    rows += check_models("cuda")
     if not options.no_timing:
         rate, bandwidth = ceilings()
         print(f"Ceilings: {rate:.0f} TFLOP/s in bfloat16 products, {bandwidth:.0f} GB/s in copies")
         for title, family in FAMILIES.items():
             timings += time_shapes(title, family, bandwidth)
+        diagonals = time_diagonals()
     wrong = sorted({row["case"] for row in rows if not row["ok"]})
     agree = sum(row["ok"] for row in rows)
     print(f"{agree} of {len(rows)} cases agree" + (f"; off: {', '.join(wrong)}" if wrong else ""))
     if options.output:
         backend = kernel_backend("cuda")
-        figures = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "backend": backend.name}
-        options.output.write_text(json.dumps({**figures, "cases": rows, "timings": timings}, indent=2) + "\n")
+        figures: dict = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "backend": backend.name}
+        options.output.write_text(
+            json.dumps({**figures, "cases": rows, "timings": timings, "diagonals": diagonals}, indent=2) + "\n"
+        )
     return 1 if wrong else 0
 
 

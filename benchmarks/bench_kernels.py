@@ -20,6 +20,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import platform
 import statistics
 import subprocess
@@ -63,8 +64,8 @@ BRANCHES = Branches(Pooling(32, 32), block_size=32, block_count=4, window=128)
 NSA_HEADS = 16
 # Tokens that the indexer leaves, and its heads.
 TOP_K, INDEX_HEADS, INDEX_WIDTH = 128, 4, 32
-# What takes longer than the first is measured once only, what takes less than the second five times as often.
-_LONG_SECONDS, _SHORT_SECONDS = 1.0, 0.05
+# What takes longer than the first is measured once only, what takes less than the second as often as fills it.
+_LONG_SECONDS, _TURN_SECONDS = 1.0, 0.1
 Tensors = dict[str, torch.Tensor]
 Call = Callable[..., torch.Tensor]
 Rule = Callable[..., tuple[torch.Tensor, ...]]
@@ -237,24 +238,26 @@ def run(call: Call, inputs: Tensors, backward: bool) -> torch.Tensor:
     return output
 
 
-def timed(call: Call, inputs: Tensors, backward: bool) -> float:
+def timed(call: Call, inputs: Tensors, backward: bool, times: int = 1) -> float:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
-    run(call, inputs, backward)
-    return clock() - start
+    for _ in range(times):
+        run(call, inputs, backward)
+    return (clock() - start) / times
 
 
 def medians(calls: dict[str, Call], inputs: Tensors, backward: bool, turns: int) -> dict[str, float]:
     """Return the median seconds of every call, taken turn by turn after a warm-up.
 
-    Long calls run once, and where all are short there are more turns, as their first ones are slow.
+    Long calls run once; short ones are repeated in every turn.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     warm = {name: timed(call, inputs, backward) for name, call in calls.items()}
-    for _ in range(turns if max(warm.values()) > _SHORT_SECONDS else 5 * turns):
+    for _ in range(turns):
         for name, call in calls.items():
             if warm[name] < _LONG_SECONDS:
-                taken[name].append(timed(call, inputs, backward))
+                times = math.ceil(_TURN_SECONDS / warm[name])
+                taken[name].append(timed(call, inputs, backward, times))
     return {name: statistics.median(seconds or [warm[name]]) for name, seconds in taken.items()}
 
 

@@ -1,5 +1,6 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 import os
+import shutil
 
 import pytest
 
@@ -150,3 +151,13 @@ def test_two_writers_of_one_file_have_names_of_their_own(tmp_path, monkeypatch):
     for _ in range(2):
         replace_file(tmp_path / "a", "1")
     assert len(set(seen)) == 2
+
+
+def test_what_makes_a_folder_a_model_comes_into_an_empty_one_last(tmp_path, monkeypatch):
+    given, moved = shutil.move, []
+    monkeypatch.setattr(shutil, "move", lambda part, target: moved.append(part.name) or given(part, target))
+    with new_folder(tmp_path) as place:
+        for name in ("config.json", "a.json", "model.safetensors"):
+            (place / name).touch()
+    assert moved[-1] == "config.json"
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "a.json", "model.safetensors"}

@@ -164,8 +164,9 @@ class LinearMixer(nn.Module):
     def _convolve_step(self, streams: torch.Tensor, cache: Cache, slot: int) -> torch.Tensor:
         """Convolve one token (B, C) with the cached columns, and update them."""
         weight, bias = self._filter()
-        columns = cache.update_conv_state(streams[..., None], slot, conv_kernel_size=self.conv_size)
-        output = (columns[..., -self.conv_size :] * weight).sum(-1)
+        cache.update_conv_state(streams[..., None], slot, conv_kernel_size=self.conv_size)
+        # Read from where they are kept: what the update returns is a column wider, and no longer lies together.
+        output = (cache.get_conv_state(slot)[..., -self.conv_size :] * weight).sum(-1)
         return output if bias is None else output + bias
 
     def _convolve(

@@ -58,19 +58,23 @@ class RoomyGenerationMixin(GenerationMixin):
         """Return why the paged cache of continuous batching cannot hold what this model keeps; `None` if it can."""
         return None
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+    def init_continuous_batching(self, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Make a manager of continuous batching, as transformers' models do; see [`generate_batch`]."""
-        return serve(self, kwargs).init_continuous_batching(*args, **kwargs)
+        return serve(self, generation_config, kwargs).init_continuous_batching(generation_config, *args, **kwargs)
 
-    def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+    def continuous_batching_context_manager(self, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run a manager of continuous batching in a `with` block; see [`generate_batch`]."""
-        return serve(self, kwargs).continuous_batching_context_manager(*args, **kwargs)
+        served = serve(self, generation_config, kwargs)
+        return served.continuous_batching_context_manager(generation_config, *args, **kwargs)
 
-    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def generate_batch(
+        self, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Generate for many prompts of unequal lengths, new ones joining as others end.
 
         Args:
             inputs (`list[list[int]]`): token ids of the prompts.
+            generation_config (`GenerationConfig`, *optional*): may hold the number of loops or steps too.
             args, kwargs: those of transformers, and the number of loops or steps and the exit of this model's
                 forward, for all prompts alike.
 
@@ -81,7 +85,7 @@ class RoomyGenerationMixin(GenerationMixin):
             NotImplementedError: if the model keeps anything else than keys and values of one width.
             ValueError: for a number of loops or steps below 1.
         """
-        return serve(self, kwargs).generate_batch(inputs, *args, **kwargs)
+        return serve(self, generation_config, kwargs).generate_batch(inputs, generation_config, *args, **kwargs)
 
 
 class LoopedGenerationMixin(RoomyGenerationMixin):

@@ -61,11 +61,12 @@ class ServedModel(ContinuousMixin):
         setattr(self.served, name, value)  # a manager that is kept for the next call is kept on the model
 
 
-def serve(model: Any, arguments: dict[str, Any]) -> ServedModel:
+def serve(model: Any, generation_config: Any, arguments: dict[str, Any]) -> ServedModel:
     """Return the stand-in for a model, after checking all that would fail in the manager's own thread.
 
     Args:
         model: the model.
+        generation_config: that of the call, `None` for the model's; says the depth where `arguments` do not.
         arguments: arguments of a call; those that belong to the model's forward are taken out.
 
     Raises:
@@ -83,6 +84,10 @@ def serve(model: Any, arguments: dict[str, Any]) -> ServedModel:
     unknown = set(DEPTH_ARGUMENTS) & set(arguments)
     if unknown:
         raise ValueError(f"{type(model).__name__} takes {sorted(taken)}, not {sorted(unknown)}.")
+    chosen = model.generation_config if generation_config is None else generation_config
+    for name in taken - set(own):
+        if getattr(chosen, name, None) is not None:
+            own[name] = getattr(chosen, name)
     model.cache_config(own)
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if kept is not None and kept.model.arguments != own:

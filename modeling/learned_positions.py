@@ -68,18 +68,20 @@ class WindowedGenerationMixin(RoomyGenerationMixin):
             **kwargs,
         )
 
-    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def generate_batch(
+        self, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Generate by continuous batching, within the position table; see [`RoomyGenerationMixin.generate_batch`].
 
         Raises:
             ValueError: if the longest prompt and its new tokens do not fit, or for `recompute_window`.
         """
-        if kwargs.get("recompute_window"):
+        settings = generation_config or self.generation_config
+        if kwargs.get("recompute_window") or getattr(settings, "recompute_window", None):
             raise ValueError("recompute_window=True computes each text afresh; use generate(), one text per call.")
-        settings = args[0] if args else kwargs.get("generation_config") or self.generation_config
         new = kwargs.get("max_new_tokens") or settings.max_new_tokens or 0
         self._check_budget(None, max(map(len, inputs), default=0) + new - 1)
-        return super().generate_batch(inputs, *args, **kwargs)
+        return super().generate_batch(inputs, generation_config, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int

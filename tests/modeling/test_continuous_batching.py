@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import CEM_KINDS, LT2_KINDS, build_cem, build_lt2, build_ouro
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from loopergy import GPTBaselineConfig, GPTBaselineForCausalLM, NRGPTConfig, NRGPTForCausalLM
 
@@ -110,6 +110,18 @@ def test_a_kept_manager_serves_the_same_depth_only(make_ouro, prompts):
     assert served(model, prompts[:1], num_loops=2) == alone(model, prompts[:1], num_loops=2)
 
 
+def test_a_generation_config_says_the_depth_as_in_generate(make_ouro, prompts):
+    model = make_ouro()
+    expected = alone(model, prompts[:2], num_loops=2)
+    model.generation_config.eos_token_id = None
+    assert alone(model, prompts[:2]) != expected
+    given = GenerationConfig(num_loops=2, max_new_tokens=NEW)
+    assert served(model, prompts[:2], generation_config=given) == expected
+    model.generation_config.num_loops = 2
+    assert served(model, prompts[:2]) == expected
+    assert served(model, prompts[:2], num_loops=3) == alone(model, prompts[:2], num_loops=3)
+
+
 @pytest.mark.parametrize("kind", list(REFUSED))
 def test_what_a_paged_cache_cannot_hold_is_refused_in_the_callers_thread(kind, make_ids):
     """Guards A19: one error at once, no thread left behind, and the model as it was."""
@@ -148,6 +160,8 @@ def test_texts_beyond_the_position_table_are_refused_before_the_first_token():
         model.generate_batch([[1, 2], [3] * (limit - 1)], max_new_tokens=3)
     with pytest.raises(ValueError, match="recompute_window"):
         model.generate_batch([[1, 2]], recompute_window=True)
+    with pytest.raises(ValueError, match="recompute_window"):
+        model.generate_batch([[1, 2]], GenerationConfig(recompute_window=True))
 
 
 def test_nothing_of_a_served_call_is_left_on_the_model(make_ouro, prompts):

@@ -38,8 +38,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x` of shape (..., size); the output has its type."""
-        wide = at_least_float32(x)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        wide = nn.functional.rms_norm(at_least_float32(x), self.weight.shape, eps=self.variance_epsilon)
         if self.cast == "before_weight":
             return self.weight * wide.to(x.dtype)
         return (at_least_float32(self.weight) * wide).to(x.dtype)

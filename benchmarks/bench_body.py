@@ -23,11 +23,11 @@ import torch
 
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignConfig, AlignTrainer
-from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer
 from loopergy.distill.report import evaluate_heldout
 from loopergy.distill.teacher import resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.training.data import PackedDataset, held_out_batches
 
 # Body, and what the body's rate is multiplied by.
 CANDIDATES = (("full", 1.0), ("lora", 1.0), ("lora", 10.0), ("frozen", 1.0))

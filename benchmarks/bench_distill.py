@@ -32,10 +32,10 @@ from transformers.utils import is_liger_kernel_available
 
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignModule, aligned_layers
-from loopergy.distill.data import PackedDataset
 from loopergy.distill.distill import DistillConfig, DistillModule
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
 from loopergy.distill.teacher_states import TeacherStates, write_teacher_states
+from loopergy.training.data import PackedDataset
 
 PLAIN = "two models"
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignConfig, AlignTrainer
-from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.report import HeldOut, evaluate_heldout
 from loopergy.distill.select import select_layers
@@ -31,6 +30,7 @@ from loopergy.distill.stage import STAGE_FILE
 from loopergy.distill.teacher import resolve_teacher, resolve_tokenizer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.tasks.catalog import make_task
+from loopergy.training.data import PackedDataset, held_out_batches
 
 TASKS: dict[str, dict[str, Any]] = {"recall": {"length": 64, "num_pairs": 8}, "needle": {"length": 256}}
 SHARES = (0.125, 0.25, 0.5)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from loopergy.distill.data import in_split, load_documents
 from loopergy.distill.losses import linear_token_losses, shift_targets
 from loopergy.distill.teacher import head_weight, loop_states, resolve_teacher, resolve_tokenizer
 from loopergy.tasks.needle import Needle
+from loopergy.training.data import in_split, load_documents
 
 
 def octaves(length: int, first: int) -> list[tuple[int, int]]:

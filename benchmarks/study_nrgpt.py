@@ -21,11 +21,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.processes import LOCK_FILE
 from loopergy.tasks.characters import Characters
 from loopergy.tasks.listops import ListOps
 from loopergy.tasks.new_model import new_model
 from loopergy.tasks.training import HISTORY_FILE, History, TaskConfig, train_on_task
+from loopergy.training.processes import LOCK_FILE
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "NRGPT FF1": ("nrgpt", {"ff_energy": "ff1"}),

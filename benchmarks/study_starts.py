@@ -18,9 +18,9 @@ import time
 import torch
 
 import loopergy
-from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.report import HeldOut, evaluate_heldout
 from loopergy.distill.teacher import resolve_teacher, resolve_tokenizer
+from loopergy.training.data import PackedDataset, held_out_batches
 
 STARTS = ("copy", "output", "memory,output")
 

@@ -38,11 +38,12 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from loopergy.configuration.looped_config import FULL, INDEXED, RECURRENT, SLIDING
-from loopergy.distill.losses import IGNORE, alignment_loss
+from loopergy.distill.losses import alignment_loss
 from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets, indexer_parameters
 from loopergy.distill.teacher import MixerCall, finish_block, loop_states, num_loops, post_mixer_norm, watch_mixers
 from loopergy.modeling.looped_inputs import looped_masks, mask_key, read_inputs
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.training.data import IGNORE
 
 TARGETS = ("residual", "mixer", "block")
 

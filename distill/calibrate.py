@@ -43,12 +43,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from loopergy.distill.align import MixerInputs, aligned_layers
-from loopergy.distill.losses import IGNORE
 from loopergy.distill.regressions import RIDGE, Sums, choose_ridge, solve, squared_error
 from loopergy.distill.stage import batch_targets
 from loopergy.distill.teacher import MixerCall, loop_states, num_loops, watch_mixers
 from loopergy.modeling.building_blocks import at_least_float32
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.training.data import IGNORE
 
 PARTS = ("memory", "output")
 WITH_MEMORY = ("gdn", "kda", "deltanet")

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from loopergy.conversion import restore_layers
 from loopergy.distill.body import BodyConfig, BodyTrainer, prepare_body
-from loopergy.distill.losses import IGNORE, check_kl_options, linear_kl, loop_weights
+from loopergy.distill.losses import check_kl_options, linear_kl, loop_weights
 from loopergy.distill.stage import (
     StageError,
     StageModule,
@@ -36,6 +36,7 @@ from loopergy.distill.stage import (
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
 from loopergy.distill.teacher_states import TeacherStates, write_teacher_states
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.training.data import IGNORE
 
 
 @dataclass

@@ -19,12 +19,13 @@ import torch
 from transformers import PreTrainedModel
 
 from loopergy.distill.body import BodyConfig, BodyTrainer, prepare_body
-from loopergy.distill.checks import check_extension
-from loopergy.distill.losses import IGNORE, linear_cross_entropy, linear_kl
+from loopergy.distill.losses import linear_cross_entropy, linear_kl
 from loopergy.distill.stage import StageModule, batch_targets
 from loopergy.distill.teacher import head_weight, loop_states
 from loopergy.modeling.building_blocks import RotaryEmbedding
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.training.checks import check_extension
+from loopergy.training.data import IGNORE
 
 
 @dataclass

@@ -30,7 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_liger_kernel_available
 
-IGNORE = -100
+from loopergy.training.data import IGNORE
+
 # Elements of one chunk of logits: 64 MiB in float32, large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 2**24
 

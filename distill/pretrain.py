@@ -31,11 +31,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from loopergy.distill.checks import check_least
-from loopergy.distill.losses import IGNORE, linear_token_losses
+from loopergy.distill.losses import linear_token_losses
 from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets
 from loopergy.distill.teacher import head_weight, model_inputs
 from loopergy.modeling.looped_outputs import exit_distribution
+from loopergy.training.checks import check_least
+from loopergy.training.data import IGNORE
 
 
 @dataclass

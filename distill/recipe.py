@@ -34,12 +34,8 @@ from loopergy.conversion.folders import replace_file
 from loopergy.conversion.report import REPORT_FILE
 from loopergy.distill.align import AlignConfig, AlignTrainer
 from loopergy.distill.calibrate import calibrate
-from loopergy.distill.checks import check_extension, check_least, check_row_length, check_trains, check_vocabulary
-from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
-from loopergy.distill.fields import check_keys, field_names, read_fields, read_part
-from loopergy.distill.processes import join_processes, shared_folder
 from loopergy.distill.recipe_parts import (
     CalibrateSettings,
     EvaluateSettings,
@@ -65,6 +61,10 @@ from loopergy.tasks.mixture import (
     task_batches,
     task_shares,
 )
+from loopergy.training.checks import check_extension, check_least, check_row_length, check_trains, check_vocabulary
+from loopergy.training.data import PackedDataset, held_out_batches
+from loopergy.training.fields import check_keys, field_names, read_fields, read_part
+from loopergy.training.processes import join_processes, shared_folder
 
 STAGES = ("convert", "calibrate", "align", "select", "distill", "extend")
 # What a stage may have of its own.
@@ -88,7 +88,7 @@ class Recipe:
     """
 
     teacher: str = field(metadata={"help": "Folder, Hub id, .gguf file, or smollm2."})
-    data: str = field(default="offline", metadata={"help": "Text to train on; see loopergy.distill.data."})
+    data: str = field(default="offline", metadata={"help": "Text to train on; see loopergy.training.data."})
     tokenizer: str | None = field(default=None, metadata={"help": "Folder or Hub id. None: the teacher's."})
     dtype: str | None = field(default=None, metadata={"help": "Of teacher and student. None: the checkpoint's."})
     documents: str = field(default="separate", metadata={"help": "separate or contiguous packing."})

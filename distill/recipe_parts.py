@@ -20,10 +20,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.calibrate import PARTS
-from loopergy.distill.checks import check_least
-from loopergy.distill.fields import HARMLESS, read_part
-from loopergy.distill.processes import alone, whole
 from loopergy.distill.stage import StageError, StageRecord, StageTrainer
+from loopergy.training.checks import check_least
+from loopergy.training.fields import HARMLESS, read_part
+from loopergy.training.processes import alone, whole
 
 RUN_FILE = "run.json"
 

@@ -16,10 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.losses import IGNORE, linear_cross_entropy, linear_kl
+from loopergy.distill.losses import linear_cross_entropy, linear_kl
 from loopergy.distill.select import Selection
 from loopergy.distill.stage import batch_targets
 from loopergy.distill.teacher import head_weight, loop_states
+from loopergy.training.data import IGNORE
 
 Batches = Sequence[Mapping[str, torch.Tensor]]
 

@@ -40,10 +40,11 @@ from transformers import PreTrainedModel
 
 from loopergy.conversion import parse_keep_layers, restore_layers
 from loopergy.distill.align import alignment_errors
-from loopergy.distill.losses import IGNORE, linear_kl
+from loopergy.distill.losses import linear_kl
 from loopergy.distill.stage import batch_targets, kept_layers
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
+from loopergy.training.data import IGNORE
 
 STRATEGIES = ("oneshot", "greedy_add", "greedy_remove", "leave_one_out", "mse", "uniform", "given")
 Batches = Sequence[Mapping[str, torch.Tensor]]

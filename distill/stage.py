@@ -34,14 +34,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.adapters import load_weights
-from loopergy.distill.checks import check_arguments, check_finite, check_row_length, warn_of_rounding
-from loopergy.distill.data import LanguageModelCollator
-from loopergy.distill.losses import IGNORE, shift_targets
-from loopergy.distill.processes import check_sharding, shared_folder
+from loopergy.distill.losses import shift_targets
 from loopergy.distill.teacher import resolve_teacher
-from loopergy.distill.whole_checkpoints import WholeCheckpointsTrainer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.weight_decay import decays
+from loopergy.training.checks import check_arguments, check_finite, check_row_length, warn_of_rounding
+from loopergy.training.data import IGNORE, LanguageModelCollator
+from loopergy.training.processes import check_sharding, shared_folder
+from loopergy.training.whole_checkpoints import WholeCheckpointsTrainer
 
 STAGE_FILE = "stage.json"
 DATA_STATE_FILE = "data_state.json"

@@ -30,10 +30,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.data import PackedDataset
 from loopergy.distill.recipe_parts import differences
 from loopergy.distill.stage import config_hash
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
+from loopergy.training.data import PackedDataset
 
 if TYPE_CHECKING:
     from loopergy.distill.distill import DistillConfig

@@ -51,9 +51,9 @@ def train(
     """Train a model on a task, and measure it; writes the model, its tokenizer and history.json."""
     from transformers import CONFIG_MAPPING
 
-    from loopergy.distill.processes import join_processes
     from loopergy.tasks.new_model import new_model
     from loopergy.tasks.training import TaskConfig, train_on_task
+    from loopergy.training.processes import join_processes
 
     quiet()
     values = settings(setting)

@@ -34,9 +34,9 @@ import torch
 from loopergy.conversion.folders import replace_file, saved_tokenizer
 from loopergy.conversion.public_names import public_name
 from loopergy.conversion.whole_loading import checked_dtype
-from loopergy.distill.data import jsonl_records
 from loopergy.loading import check_whole, checked_device, found_model, model_config
 from loopergy.tasks.vocabulary import encode
+from loopergy.training.data import jsonl_records
 
 RESULTS_FOLDER = "evaluation"
 _ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]

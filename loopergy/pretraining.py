@@ -26,9 +26,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion.config_fields import check_fields
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.checks import check_least, check_row_length, check_trains
-from loopergy.distill.data import PackedDataset, held_out_batches, load_documents
-from loopergy.distill.fields import check_keys, field_names, read_fields, read_part, read_value
 from loopergy.distill.pictures import draw_losses, to_svg
 from loopergy.distill.pretrain import (
     GateConfig,
@@ -38,7 +35,6 @@ from loopergy.distill.pretrain import (
     check_loops,
     evaluate_loops,
 )
-from loopergy.distill.processes import join_processes, shared_folder
 from loopergy.distill.recipe_parts import (
     EvaluateSettings,
     differences,
@@ -52,6 +48,10 @@ from loopergy.distill.report import loss_curve
 from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, check_shares, task_shares
+from loopergy.training.checks import check_least, check_row_length, check_trains
+from loopergy.training.data import PackedDataset, held_out_batches, load_documents
+from loopergy.training.fields import check_keys, field_names, read_fields, read_part, read_value
+from loopergy.training.processes import join_processes, shared_folder
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
 REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
@@ -153,7 +153,7 @@ class PretrainRecipe:
 
     Args:
         pretrain (`dict`): Fields of `PretrainConfig`.
-        data (`str`, defaults to `"offline"`): Source of text, see `loopergy.distill.data`.
+        data (`str`, defaults to `"offline"`): Source of text, see `loopergy.training.data`.
         tokenizer (`dict` or `str`): `{vocab_size: 4096}` trains one on the data; else a folder or Hub id.
         model (`dict`): Fields of `OuroConfig` over its smallest preset; the vocabulary comes from the tokenizer.
         start (`dict`, *optional*): Fields of [`Start`]; Ouro's own initialisation without it.

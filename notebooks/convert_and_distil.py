@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopergy
 from loopergy.describe import model_cost
-from loopergy.distill.data import PackedDataset, held_out_batches
 from loopergy.distill.distill import prepare_student
 from loopergy.distill.pictures import draw_quality
 from loopergy.distill.report import HeldOut, evaluate_heldout
 from loopergy.distill.select import select_layers
 from loopergy.pretraining import PretrainRecipe, pretrain
 from loopergy.recipes import find_recipe
+from loopergy.training.data import PackedDataset, held_out_batches
 
 TEACHER_TOKENS, ALIGN_STEPS, DISTILL_STEPS, HELD_OUT_TOKENS = 245_760, 60, 60, 8192
 torch.manual_seed(0)

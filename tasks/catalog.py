@@ -4,13 +4,13 @@
 import dataclasses
 from typing import Any
 
-from loopergy.distill.fields import field_names
 from loopergy.tasks.characters import Characters
 from loopergy.tasks.listops import ListOps
 from loopergy.tasks.needle import Needle
 from loopergy.tasks.recall import Recall
 from loopergy.tasks.state_tracking import Permutations, SwapRecall
 from loopergy.tasks.task import Task
+from loopergy.training.fields import field_names
 
 TASKS: dict[str, type[Task]] = {
     kind.name: kind for kind in (ListOps, Characters, Recall, Permutations, SwapRecall, Needle)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Split, Task, TokenLoss, check_split, token_loss
 from loopergy.tasks.text import Windows, read_text
 from loopergy.tasks.vocabulary import character_tokenizer
+from loopergy.training.checks import check_least
 
 
 @dataclass

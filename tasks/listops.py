@@ -34,10 +34,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Accuracy, Split, Task, batched, check_split, device_of, evaluating
 from loopergy.tasks.text import Windows
 from loopergy.tasks.vocabulary import word_tokenizer
+from loopergy.training.checks import check_least
 
 OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
     "min_10": min,

@@ -14,11 +14,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from loopergy.distill.data import PackedDataset
-from loopergy.distill.fields import check_keys, field_names, read_part, read_value
-from loopergy.distill.losses import IGNORE
 from loopergy.tasks.catalog import TASKS, make_task, takes_vocabulary, task_options
 from loopergy.tasks.task import ExampleTask
+from loopergy.training.data import IGNORE, PackedDataset
+from loopergy.training.fields import check_keys, field_names, read_part, read_value
 
 
 @dataclass

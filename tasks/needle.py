@@ -19,11 +19,11 @@ from functools import cached_property
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from loopergy.distill.checks import check_least
-from loopergy.distill.data import Split as TextSplit
 from loopergy.tasks.task import Accuracy, Answer, Example, ExampleTask, Split, answer_accuracy
 from loopergy.tasks.text import read_text
 from loopergy.tasks.vocabulary import character_tokenizer
+from loopergy.training.checks import check_least
+from loopergy.training.data import Split as TextSplit
 
 NEEDLE = "\nThe secret number of {word} is {number}.\n"
 QUESTION = "\nThe secret number of {word} is"

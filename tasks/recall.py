@@ -16,9 +16,9 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Answer, Example, ExampleTask
 from loopergy.tasks.vocabulary import word_tokenizer
+from loopergy.training.checks import check_least
 
 
 @dataclass

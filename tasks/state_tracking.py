@@ -28,9 +28,9 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from loopergy.distill.checks import check_least
 from loopergy.tasks.task import Answer, Example, ExampleTask
 from loopergy.tasks.vocabulary import word_tokenizer
+from loopergy.training.checks import check_least
 
 GROUPS = {"S3": 3, "S4": 4, "S5": 5}
 STAGES = (8, 16, 32, 64, 128, 256)

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from loopergy.distill.fields import read_fields
-from loopergy.distill.losses import IGNORE
 from loopergy.modeling.building_blocks import at_least_float32
+from loopergy.training.data import IGNORE
+from loopergy.training.fields import read_fields
 
 Split = Literal["train", "validation", "test"]
 SPLITS = ("train", "validation", "test")

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from loopergy.distill.data import Split, in_split, load_documents
+from loopergy.training.data import Split, in_split, load_documents
 
 
 def read_text(source: str | Path, max_characters: int | None = None, split: Split = "all") -> str:
     """Return the documents of a source, one line end between them, as one text.
 
     Args:
-        source (`str` or `Path`): What `loopergy.distill.data` reads: `"offline:prose"` for the reference manual that
+        source (`str` or `Path`): What `loopergy.training.data` reads: `"offline:prose"` for the reference manual that
             Python carries, a file, a folder, or the name of a data set, which is streamed.
         max_characters (`int`, *optional*): Stop there; a stream needs it.
         split (`str`, defaults to `"all"`): `"train"` or `"held_out"` for the documents of that side alone.

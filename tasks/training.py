@@ -30,12 +30,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.checks import check_arguments, check_finite
-from loopergy.distill.fields import HARMLESS
-from loopergy.distill.processes import LOCK_FILE, alone, join_processes
-from loopergy.distill.whole_checkpoints import WholeCheckpointsTrainer
 from loopergy.modeling.weight_decay import decays
 from loopergy.tasks.task import Accuracy, Task, TokenLoss, device_of, evaluating
+from loopergy.training.checks import check_arguments, check_finite
+from loopergy.training.fields import HARMLESS
+from loopergy.training.processes import LOCK_FILE, alone, join_processes
+from loopergy.training.whole_checkpoints import WholeCheckpointsTrainer
 
 HISTORY_FILE = "history.json"
 RUN_FILE = "task_run.json"

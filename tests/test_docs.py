@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
-ROOMS = ("configuration", "modeling", "conversion", "distill", "tasks", "loopergy")
+ROOMS = ("configuration", "modeling", "conversion", "training", "tasks", "distill", "loopergy")
 GAP = "…"  # stands in quoted errors for what differs from case to case
 FOREIGN_FILES = (
     "tokenization_utils_base.py",

@@ -16,13 +16,13 @@ from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion import convert
 from loopergy.distill.adapters import ADAPTER_FILE, adapted_layers, merge_adapters
 from loopergy.distill.body import BODIES, BodyConfig, prepare_body
-from loopergy.distill.data import PackedDataset
 from loopergy.distill.distill import DistillConfig, DistillModule, DistillTrainer
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
 from loopergy.distill.report import evaluate_heldout
 from loopergy.distill.stage import StageError, StageTrainer
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
+from loopergy.training.data import PackedDataset
 
 HERE = Path(__file__).parent
 pytest.importorskip("peft")

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion import convert
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
-from loopergy.distill.processes import check_sharding, join_processes, shared_folder, whole
 from loopergy.distill.stage import StageRecord
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
+from loopergy.training.processes import check_sharding, join_processes, shared_folder, whole
 
 HERE = Path(__file__).parent
 LAUNCH_FILES = sorted((HERE.parents[1] / "recipes" / "accelerate").glob("*.yaml"))
@@ -222,7 +222,7 @@ def test_there_is_a_recipe_for_each_way_to_spread_a_model():
 
 
 def test_processes_without_accelerators_find_each_other(monkeypatch):
-    monkeypatch.setattr("loopergy.distill.processes.PartialState", lambda cpu: cpu)
+    monkeypatch.setattr("loopergy.training.processes.PartialState", lambda cpu: cpu)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -239,7 +239,7 @@ def test_only_the_main_process_is_given_a_folder(tmp_path, monkeypatch):
         assert not (tmp_path / "whole").exists()
     assert [path.name for path in (tmp_path / "whole").iterdir()] == ["file"]
     other = Namespace(is_main_process=False, wait_for_everyone=lambda: None)
-    monkeypatch.setattr("loopergy.distill.processes.PartialState", lambda: other)
+    monkeypatch.setattr("loopergy.training.processes.PartialState", lambda: other)
     with shared_folder(tmp_path / "whole") as unfinished:
         assert unfinished is None
     assert [path.name for path in (tmp_path / "whole").iterdir()] == ["file"]

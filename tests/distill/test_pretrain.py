@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from loopergy.conversion import convert
-from loopergy.distill.data import PackedDataset
 from loopergy.distill.losses import linear_token_losses
 from loopergy.distill.pretrain import (
     GateConfig,
@@ -21,6 +20,7 @@ from loopergy.distill.pretrain import (
 )
 from loopergy.distill.stage import StageError
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
+from loopergy.training.data import PackedDataset
 
 
 @pytest.fixture

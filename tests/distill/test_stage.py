@@ -16,10 +16,10 @@ import torch
 
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignConfig, AlignTrainer
-from loopergy.distill.data import PackedDataset
 from loopergy.distill.distill import DistillConfig, DistillTrainer
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
 from loopergy.distill.stage import StageError, StageRecord, check_previous, config_hash
+from loopergy.training.data import PackedDataset
 
 STAGES = {
     "align": (AlignTrainer, AlignConfig),
@@ -190,7 +190,7 @@ def test_records_tell_their_history_and_the_hash_sees_the_layers(ouro, tmp_path)
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_that_round_updates_away_are_warned_of(stage, ouro, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("loopergy.distill.checks.logger.warning", told.append)
+    monkeypatch.setattr("loopergy.training.checks.logger.warning", told.append)
     for teacher in (ouro.float(), ouro.double()):
         make_trainer(stage, teacher, tmp_path, [])
     assert told == []
@@ -236,7 +236,7 @@ import sys
 sys.path.insert(0, sys.argv[3])
 from conftest import make_ouro
 from test_stage import history, make_trainer
-from loopergy.distill.data import PackedDataset
+from loopergy.training.data import PackedDataset
 from transformers import PreTrainedTokenizerFast
 import json, torch
 torch.set_num_threads(1)

@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from loopergy.conversion import convert
 from loopergy.distill import teacher_states as room
-from loopergy.distill.data import PackedDataset
 from loopergy.distill.distill import DistillConfig, DistillTrainer
 from loopergy.distill.recipe import Recipe, RecipeRun
 from loopergy.distill.stage import StageRecord
 from loopergy.distill.teacher import loop_states
 from loopergy.distill.teacher_states import MANIFEST_FILE, TeacherStates, row_keys, write_teacher_states
+from loopergy.training.data import PackedDataset
 
 TEXTS = [f"document {index} " * (index % 5 + 1) for index in range(9)]
 STEPS, LENGTH, ROWS = 6, 16, 12

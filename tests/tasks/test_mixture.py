@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 
-from loopergy.distill.data import PackedDataset, is_held_out
 from loopergy.tasks.mixture import TaskShare, TextAndTasks, accuracies, task_batches, task_row
 from loopergy.tasks.needle import Needle
 from loopergy.tasks.recall import Recall
+from loopergy.training.data import PackedDataset, is_held_out
 
 LENGTH = 200
 

@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 
-from loopergy.distill.data import (
+from loopergy.training.data import (
     LanguageModelCollator,
     PackedDataset,
     held_out_batches,
@@ -286,7 +286,7 @@ def test_later_passes_of_a_seed_are_not_those_of_the_next_one():
 
 @pytest.mark.timeout(60)
 def test_documents_without_any_token_are_an_error_and_not_an_endless_search(byte_tokenizer, monkeypatch):
-    monkeypatch.setattr("loopergy.distill.data.separator_token", lambda tokenizer: None)
+    monkeypatch.setattr("loopergy.training.data.separator_token", lambda tokenizer: None)
     tokenise = byte_tokenizer.__call__
     monkeypatch.setattr(
         type(byte_tokenizer), "__call__", lambda self, text, **options: tokenise(text.replace("-", ""), **options)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
 
-from loopergy.distill.fields import read_fields
+from loopergy.training.fields import read_fields
 
 logger = logging.get_logger(__name__)
 

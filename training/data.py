@@ -38,8 +38,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from loopergy.distill.losses import IGNORE
-
+IGNORE = -100  # the label of what is no target
 HELD_OUT_EVERY = 8
 _TEXT_FILES = (".txt", ".md", ".py", ".rst")
 # Rows whose start is remembered, so that a checkpoint can be taken behind what a data loader fetched ahead.

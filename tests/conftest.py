@@ -64,3 +64,19 @@ def topics_tokenizer(topics):
     from loopergy.pretraining import train_tokenizer
 
     return train_tokenizer(topics, 1024)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """Return a tokenizer with `<pad>` 0, `<eos>` 1, `<unk>` 2 and byte b at b + 3."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<pad>", "<eos>", "<unk>", *alphabet]
+    backend = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )

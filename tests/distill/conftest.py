@@ -1,9 +1,9 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Tiny teachers and students, and a tokenizer that needs no training: one token a byte."""
+"""Tiny teachers and students."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from loopergy.configuration.configuration_ouro import OuroConfig
 from loopergy.conversion import convert
@@ -64,21 +64,6 @@ def teacher(request):
 @pytest.fixture
 def student(teacher):
     return convert(teacher, keep_layers=[]).model
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer():
-    """Return a tokenizer with `<pad>` 0, `<eos>` 1, `<unk>` 2 and byte b at b + 3."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<pad>", "<eos>", "<unk>", *alphabet]
-    backend = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
 
 
 @pytest.fixture

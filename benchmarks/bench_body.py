@@ -11,15 +11,13 @@ memory that the process ever held; bytes of the optimizer's moments; KL on held-
 
 import argparse
 import json
-import multiprocessing
-import resource
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import apart, peak_bytes
 
 from loopergy.conversion import convert
 from loopergy.distill.align import AlignConfig, AlignTrainer
@@ -62,7 +60,7 @@ def measure(
     began = time.process_time()
     trainer.train()
     seconds = time.process_time() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     optimizer: Any = trainer.optimizer
     moments = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim > 0)
     figures = {
@@ -77,18 +75,6 @@ def measure(
         )
         figures["kl"] = evaluate_heldout(student, teacher, batches)["kl"]
     return figures
-
-
-def apart(work: Callable[..., Any], *args: Any) -> Any:
-    """Do a piece of work in a process of its own, which has imported everything; return what it returns."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(work(*args)))
-    process.start()
-    sender.close()
-    result = receiver.recv()
-    process.join()
-    return result
 
 
 def main() -> None:

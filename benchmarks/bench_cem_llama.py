@@ -16,12 +16,11 @@ figures are medians of process CPU time, and of the ratios within each turn.
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import in_turn, median_ratio, medians
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from loopergy import CEMLlamaConfig, CEMLlamaForCausalLM
@@ -62,21 +61,12 @@ def flops_per_token(variant: str, length: int, sizes: dict, logits: int) -> floa
     return layers * (attention + 2 * d * f * (1 + 2 * steps)) + head
 
 
-def in_turn(runs: dict[str, Callable[[], None]], repeats: int, base: str) -> dict[str, dict[str, float]]:
-    """Time the runs one after the other, again and again; the first turn does not count."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            if repeat:
-                times[name].append((time.process_time() - start) * 1e3)
+def against(base: str, runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
+    """Time the runs in turn, and tell how often as long as `base` each takes."""
+    times = in_turn(runs, repeats)
     return {
-        name: {
-            "ms": statistics.median(values),
-            "ratio": statistics.median(mine / theirs for mine, theirs in zip(values, times[base], strict=True)),
-        }
-        for name, values in times.items()
+        name: {"ms": 1e3 * seconds, "ratio": median_ratio(times[name], times[base])}
+        for name, seconds in medians(times).items()
     }
 
 
@@ -99,7 +89,7 @@ def measure_pass(sizes: dict, variants: list[str], length: int, training: bool, 
             with torch.inference_mode():
                 model(ids, logits_to_keep=1, use_cache=True)
 
-    rows = in_turn({name: lambda model=model: run(model) for name, model in models.items()}, repeats, "llama")
+    rows = against("llama", {name: lambda model=model: run(model) for name, model in models.items()}, repeats)
     for name, row in rows.items():
         flops, of_llama = (flops_per_token(x, length, sizes, length if training else 1) for x in (name, "llama"))
         row["flop_ratio"] = flops / of_llama
@@ -132,7 +122,7 @@ def measure_decoding(context: int, rows: int, repeats: int, steps: int) -> dict:
                     model(token, cache=cache, use_cache=True)
 
             runs[key] = run
-    found = in_turn(runs, repeats, "llama, concatenating")
+    found = against("llama, concatenating", runs, repeats)
     base = {kind: found[f"llama, {kind}"]["ms"] for kind in ("concatenating", "in place")}
     for name, row in found.items():
         faster = base[name.rpartition(", ")[2]] / row["ms"]

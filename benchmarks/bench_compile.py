@@ -10,11 +10,11 @@ static cache in both columns, so that the ratio is that of compiling alone; `--f
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from timing import in_turn, median_ratio, medians
 from transformers import StaticCache
 
 from loopergy import (
@@ -48,28 +48,18 @@ FAMILIES: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Return the CPU time of a run in seconds."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def compare(what: str, eager: Callable[[], object], compiled: Callable[[], object], rounds: int) -> dict:
     """Run both once, the compiler included, then in turn."""
-    timed(eager)
+    eager()
     compiling = time.perf_counter()
     compiled()
     compiling = time.perf_counter() - compiling
     compiled()
-    pairs = [(timed(eager), timed(compiled)) for _ in range(rounds)]
-    before, after = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(slow / fast for slow, fast in pairs)
+    times = in_turn({"eager": eager, "compiled": compiled}, rounds, unmeasured=0)
     return {
         "what": what,
-        "eager_ms": 1e3 * before,
-        "compiled_ms": 1e3 * after,
-        "ratio": ratio,
+        **{f"{name}_ms": 1e3 * seconds for name, seconds in medians(times).items()},
+        "ratio": median_ratio(times["eager"], times["compiled"]),
         "compiler_s": compiling,
     }
 

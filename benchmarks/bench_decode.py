@@ -22,14 +22,17 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from timing import in_turn, medians
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from loopergy import LT2Config, LT2ForCausalLM, OuroConfig, OuroForCausalLM
 from loopergy.configuration.looped_config import RECURRENT
+from loopergy.distill.report import cache_bytes
 from loopergy.modeling.looped_cache import GrowingLayer, make_cache
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -74,16 +77,6 @@ def fill(cache, config, context: int) -> None:
             cache.update(keys, keys, slot)
 
 
-def cache_bytes(cache) -> int:
-    """Count the bytes of the tokens and states held (not the room to grow)."""
-    total = 0
-    for layer in cache.layers:
-        states = getattr(layer, "recurrent_states", None)
-        tensors = states.values() if states is not None else (layer.keys, layer.values)
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-    return total
-
-
 @torch.inference_mode()
 def measure(context: int, repeats: int, steps: int) -> dict[str, dict[str, float]]:
     """Time one token per model at a context length, models in turn."""
@@ -94,15 +87,13 @@ def measure(context: int, repeats: int, steps: int) -> dict[str, dict[str, float
         fill(caches[name], model.config, context)
     held = {name: cache_bytes(cache) / 2**20 for name, cache in caches.items()}
     token = torch.tensor([[5]])
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for repeat in range(repeats + 1):
-        for name, (model, _) in models.items():
-            start = time.process_time()
-            for _ in range(steps):
-                model(token, cache=caches[name], use_cache=True)
-            if repeat:
-                times[name].append((time.process_time() - start) / steps * 1e3)
-    return {name: {"ms_per_token": statistics.median(times[name]), "cache_mib": held[name]} for name in models}
+
+    def decode(name: str) -> None:
+        for _ in range(steps):
+            models[name][0](token, cache=caches[name], use_cache=True)
+
+    times = medians(in_turn({name: partial(decode, name) for name in models}, repeats))
+    return {name: {"ms_per_token": times[name] / steps * 1e3, "cache_mib": held[name]} for name in models}
 
 
 @torch.inference_mode()
@@ -114,13 +105,12 @@ def measure_slot(context: int, repeats: int) -> dict[str, float]:
     for layer in layers.values():
         layer.update(past, past)
         layer.update(query, query)
-    times: dict[str, list[float]] = {name: [] for name in layers}
-    for _ in range(repeats):
-        for name, layer in layers.items():
-            start = time.process_time()
-            torch.nn.functional.scaled_dot_product_attention(query, *layer.update(query, query))
-            times[name].append((time.process_time() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+
+    def attend(layer: DynamicLayer) -> None:
+        torch.nn.functional.scaled_dot_product_attention(query, *layer.update(query, query))
+
+    times = medians(in_turn({name: partial(attend, layer) for name, layer in layers.items()}, repeats, unmeasured=0))
+    return {name: seconds * 1e3 for name, seconds in times.items()}
 
 
 @torch.inference_mode()

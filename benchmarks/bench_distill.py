@@ -16,17 +16,15 @@ memory is that of a process of its own with two steps, less what it held before 
 
 import argparse
 import json
-import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import apart, peak_bytes
 from torch.nn import functional as F
 from transformers.utils import is_liger_kernel_available
 
@@ -141,11 +139,6 @@ def make_optimizer(work: Work) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in work.student.parameters() if p.requires_grad], lr=1e-6)
 
 
-def peak_bytes() -> int:
-    """Return the most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def measure_peak(work: Work, stage: str, name: str) -> int:
     """Return what two steps of one candidate add to the memory of this process."""
     with tempfile.TemporaryDirectory() as folder:
@@ -155,18 +148,6 @@ def measure_peak(work: Work, stage: str, name: str) -> int:
         for ids in work.batches[:2]:
             take_step(optimizer, loss_of, ids)
     return peak_bytes() - before
-
-
-def apart(work: Callable[..., Any], *args: Any) -> Any:
-    """Do a piece of work in a process of its own, which has imported everything; return what it returns."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(work(*args)))
-    process.start()
-    sender.close()
-    result = receiver.recv()
-    process.join()
-    return result
 
 
 def measure(work: Work, stage: str) -> dict[str, dict[str, float]]:

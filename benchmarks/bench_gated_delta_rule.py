@@ -21,13 +21,13 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
+from timing import in_turn, medians
 from transformers import DynamicCache, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextGatedDeltaNet,
@@ -97,17 +97,9 @@ def repeat(times: int, rule: Rule, inputs: dict[str, torch.Tensor], backward: bo
         run(rule, inputs, backward)
 
 
-def medians(calls: dict[str, Callable[[], None]], turns: int) -> dict[str, float]:
-    """Return the median seconds of every call, taken turn by turn."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            if turn > 0 or turns == 1:
-                taken[name].append(clock() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+def timed(calls: dict[str, Callable[[], None]], turns: int) -> dict[str, float]:
+    """Return the median seconds of every call; of one turn alone, the first, unmeasured one counts too."""
+    return medians(in_turn(calls, 2, unmeasured=0) if turns == 1 else in_turn(calls, turns))
 
 
 def peak_memory(name: str, shape: tuple[int, int, int, int, float], backward: bool) -> float:
@@ -147,7 +139,7 @@ def bench_sequences(grid: list[tuple[int, int, int, int, float]], turns: int, me
             count = max(1, min(turns, 2**17 // (batch * length * (4 if backward else 1))))
 
             calls = {name: partial(repeat, repeats, rule, inputs, backward) for name, rule in RULES.items()}
-            seconds = medians(calls, count)
+            seconds = timed(calls, count)
             row[kind] = {name: 1000 * value / repeats for name, value in seconds.items()}
             row[kind]["ratio"] = seconds["peer"] / seconds["ours"]
             if memory and length >= 512:
@@ -197,7 +189,7 @@ def bench_steps(turns: int) -> list[dict]:
             "ours": partial(take_steps, recurrent_gated_delta_rule, inputs, states[1]),
             "in_place": partial(take_steps_in_place, inputs, states[2]),
         }
-        seconds = medians(calls, 4 * turns)
+        seconds = timed(calls, 4 * turns)
         row = {name: 1e6 * value / 20 for name, value in seconds.items()}
         row |= {
             "shape": (rows_, heads, width, values),
@@ -252,7 +244,7 @@ def bench_layers(turns: int) -> list[dict]:
                 "ours": partial(take_tokens, ours, token),
                 "peer": partial(take_tokens, partial(peer, cache=peer_cache), token),
             }
-            times = medians(calls, turns)
+            times = timed(calls, turns)
         row = {"shape": [batch, hidden, heads, width, values]}
         row |= {name: 1e6 * seconds / TOKENS for name, seconds in times.items()}
         row["ratio"] = row["peer"] / row["ours"]

@@ -21,6 +21,7 @@ import torch
 
 from loopergy import LT2Config, LT2ForCausalLM
 from loopergy.configuration.looped_config import INDEXED, RECURRENT
+from loopergy.distill.report import cache_bytes
 from loopergy.modeling.looped_cache import make_cache
 
 SIZES = {"vocab_size": 32000, "hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 15, "num_loops": 4}
@@ -56,23 +57,12 @@ def filled_cache(config: LT2Config, context: int):
     return cache
 
 
-def held_bytes(cache) -> int:
-    """Count the bytes of tokens and states held, without the room to grow."""
-    total = 0
-    for layer in cache.layers:
-        tensors = [getattr(layer, name, None) for name in ("keys", "values")]
-        for states in (getattr(layer, "recurrent_states", None), getattr(layer, "conv_states", None)):
-            tensors += [] if states is None else list(states.values())
-        total += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    return total
-
-
 @torch.inference_mode()
 def measure(context: int, repeats: int) -> dict[str, dict[str, float]]:
     """Time one token, and a piece of a prompt, behind a context; rows in turn."""
     models = {row: build(row) for row in ROWS}
     caches = {row: filled_cache(model.config, context) for row, model in models.items()}
-    held = {row: held_bytes(cache) for row, cache in caches.items()}
+    held = {row: cache_bytes(cache) for row, cache in caches.items()}
     token, piece = torch.tensor([[5]]), torch.randint(3, SIZES["vocab_size"], (1, PIECE))
     seconds: dict[tuple[str, int], list[float]] = {}
     # The first turn moves the cached tokens into buffers with room, and does not count.

@@ -14,14 +14,13 @@ import argparse
 import json
 import math
 import re
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from timing import in_turn, median_ratio, medians
 from transformers import CompileConfig
 
 from loopergy import GPTBaselineConfig, GPTBaselineForCausalLM, NRGPTConfig, NRGPTForCausalLM, nrgpt_to_official
@@ -105,17 +104,8 @@ def train_step(model: torch.nn.Module, ids: torch.Tensor, targets: torch.Tensor)
 
 def interleaved(first, second, rounds: int) -> tuple[float, float, float]:
     """Run two functions in turn; return both medians and the median ratio second / first, in seconds of CPU time."""
-    pairs = []
-    for _ in range(rounds + 1):
-        times = []
-        for run in (first, second):
-            start = time.process_time()
-            run()
-            times.append(time.process_time() - start)
-        pairs.append(times)
-    pairs = pairs[1:]
-    medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    return medians[0], medians[1], statistics.median(slow / fast for fast, slow in pairs)
+    times = in_turn({"first": first, "second": second}, rounds)
+    return *medians(times).values(), median_ratio(times["second"], times["first"])
 
 
 def bench_generation(rounds: int, compiled: bool) -> dict:

@@ -19,7 +19,6 @@ per row and length, for the sake of the peak memory: what the layer takes beyond
 import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -27,9 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import in_turn, medians
 
 from loopergy import LT2Config
 from loopergy.configuration.looped_config import INDEXED, POOLED
+from loopergy.distill.report import cache_bytes
 from loopergy.modeling.building_blocks import RotaryEmbedding
 from loopergy.modeling.looped_cache import make_cache
 from loopergy.modeling.modeling_lt2 import build_mixer
@@ -66,29 +67,21 @@ def decoder(name: str, context: int) -> tuple[Callable[[], object], float]:
         heads = config.nsa_num_key_value_heads if kind == POOLED else config.num_key_value_heads
         pooling = {"pooling": mixer.branches.pooling} if kind == POOLED else {}
         cache.update(*(torch.randn(1, heads, context, config.head_dim) for _ in range(2)), 0, **pooling)
-    layer = cache.layers[0]
-    held = [getattr(layer, part, None) for part in ("keys", "values", "block_keys", "block_values")]
     x = torch.randn(1, 1, WIDTH)
 
     def step() -> None:
         position = torch.tensor([[cache.get_seq_length(0)]])
         mixer(x, position_embeddings=rotary(x, position), position_ids=position, cache=cache)
 
-    return step, sum(part.numel() * part.element_size() for part in held if part is not None) / 2**20
+    return step, cache_bytes(cache) / 2**20
 
 
 @torch.inference_mode()
 def measure_decoding(context: int, repeats: int) -> dict[str, dict[str, float]]:
     """Time one token per row at a context length, rows in turn, in milliseconds."""
     steps = {name: decoder(name, context) for name in ROWS}
-    times: dict[str, list[float]] = {name: [] for name in ROWS}
-    for repeat in range(repeats + 2):
-        for name, (step, _) in steps.items():
-            start = time.process_time()
-            step()
-            if repeat > 1:
-                times[name].append((time.process_time() - start) * 1e3)
-    return {name: {"ms": statistics.median(times[name]), "cache_mib": steps[name][1]} for name in ROWS}
+    times = medians(in_turn({name: step for name, (step, _) in steps.items()}, repeats, unmeasured=2))
+    return {name: {"ms": 1e3 * times[name], "cache_mib": steps[name][1]} for name in ROWS}
 
 
 @torch.inference_mode()

@@ -1,20 +1,22 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Which layers an adapter of `peft` goes on when its own config names none."""
+"""Default target layers for adapters of `peft`, used when the adapter's config names none."""
 
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-_LIKE_LLAMA = ["q_proj", "v_proj"]  # what every table that suits a LoRA says for Llama
+_LIKE_LLAMA = ["q_proj", "v_proj"]  # Llama's entry in the tables of LoRA and of methods with the same targets
 
 
 class AdapterTargets(PreTrainedConfig if TYPE_CHECKING else object):
-    """Let `LoraConfig()` and the like work on a model without `target_modules`, as they do on a Llama.
+    """Let `LoraConfig()` and other adapter configs work without `target_modules`, as they do on a Llama.
 
-    `peft` keeps a table of defaults for each method, by model type, and looks there right after it has asked the model
-    for its config as a dictionary. That is when the model type is entered, so neither `peft` nor a certain order of
-    imports is needed. An entry that is there already stays.
+    `peft` keeps one table of defaults per method, model type -> layer names, and has no function to register others.
+    So the model type is entered into its tables, in `to_dict`: the only method of a model or config that `peft` calls
+    before it reads them. Any other place would be too early or too heavy: `import loopergy` must not import `peft`,
+    and a model may be built before the user does. An entry that is already there is kept, and repeating the call
+    changes nothing. Without `peft` loaded, `to_dict` has no side effect.
 
     Attributes:
         adapter_targets (`list[str]`): names of the layers for LoRA and the methods that share its defaults.
@@ -27,7 +29,7 @@ class AdapterTargets(PreTrainedConfig if TYPE_CHECKING else object):
     rescaling_inputs: ClassVar[list[str]] = ["down_proj"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields; `peft`, where it is loaded, gets to know the model type."""
+        """Return the fields as a dictionary. If `peft` is loaded, enter this model type into its tables."""
         if "peft.utils.constants" in sys.modules:
             self._enter_defaults(vars(sys.modules["peft.utils.constants"]))
         return super().to_dict()

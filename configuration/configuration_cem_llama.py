@@ -12,7 +12,14 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
-from loopergy.configuration.checked_fields import check_alias, check_count, check_fields, with_overrides
+from loopergy.configuration.checked_fields import (
+    check_alias,
+    check_choices,
+    check_count,
+    check_fields,
+    check_heads,
+    preset_fields,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -102,7 +109,7 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
     """
 
     model_type = "cem_llama"
-    # The keys are also the values, and the way down is the way up, unless they are untied.
+    # v_proj and down_proj exist in untied models only.
     adapter_targets = ["q_proj", "k_proj", "v_proj"]
     rescaling_targets = ["k_proj", "v_proj", "up_proj", "down_proj"]
     keys_to_ignore_at_inference = ["cache", "energies"]
@@ -198,25 +205,14 @@ class CEMLlamaConfig(AdapterTargets, PreTrainedConfig):
         Raises:
             ValueError: for an unknown name, listing the known ones.
         """
-        if name not in CEM_LLAMA_PRESETS:
-            known = ", ".join(CEM_LLAMA_PRESETS)
-            raise ValueError(f"Unknown preset {name!r} for CEMLlamaConfig. Known presets: {known}.")
         steps = ("cem_attn_steps", "cem_mlp_steps")
-        return cls(**with_overrides(CEM_LLAMA_PRESETS[name], overrides, num_steps=steps))
+        return cls(**preset_fields(cls, CEM_LLAMA_PRESETS, name, overrides, num_steps=steps))
 
     def validate_architecture(self) -> None:
         """Check fields, and against each other; each error names the field, its value and what is allowed."""
         check_fields(self)
-        for field, allowed in _CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {', '.join(map(repr, allowed))}.")
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
-                f"{self.num_attention_heads}."
-            )
-        if (self.head_dim or 0) % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+        check_choices(self, _CHOICES)
+        check_heads(self)
         turned = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         if turned != 1.0:
             raise ValueError(f"rope_parameters: partial_rotary_factor={turned} must be 1.0: whole heads are rotated.")

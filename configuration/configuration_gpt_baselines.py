@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
-from loopergy.configuration.checked_fields import check_fields
+from loopergy.configuration.checked_fields import check_choices, check_fields, preset_fields
 
 RECURRENCES = ("none", "sequential", "parallel")
 
@@ -111,16 +111,12 @@ class GPTBaselineConfig(AdapterTargets, PreTrainedConfig):
         Raises:
             ValueError: for an unknown name, listing the known ones.
         """
-        if name not in GPT_BASELINE_PRESETS:
-            known = ", ".join(GPT_BASELINE_PRESETS)
-            raise ValueError(f"Unknown preset {name!r} for GPTBaselineConfig. Known presets: {known}.")
-        return cls(**{**GPT_BASELINE_PRESETS[name], **overrides})
+        return cls(**preset_fields(cls, GPT_BASELINE_PRESETS, name, overrides))
 
     def validate_architecture(self) -> None:
         """Check fields, and against each other; each error names the field, its value and what is allowed."""
         check_fields(self)
-        if self.recurrence not in RECURRENCES:
-            raise ValueError(f"recurrence={self.recurrence!r} must be one of {', '.join(map(repr, RECURRENCES))}.")
+        check_choices(self, {"recurrence": RECURRENCES})
         if self.num_attention_heads > self.hidden_size:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is more than hidden_size={self.hidden_size}: heads "

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
-from loopergy.configuration.checked_fields import check_fields
+from loopergy.configuration.checked_fields import check_choices, check_fields, check_heads, preset_fields
 from loopergy.configuration.layer_patterns import parse_layer_mixers, parse_loop_windows
 from loopergy.configuration.linear_fields import LINEAR_MIXERS, fill_linear_fields, validate_linear
 from loopergy.configuration.looped_config import FULL, INDEXED, POOLED, RECURRENT, SLIDING, LoopedConfigMixin
@@ -152,7 +152,7 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     """
 
     model_type = "lt2"
-    # What plays the parts of queries and values: of `hgrn2` i_proj, of `dsa` kv_proj, of `mamba2` in_proj.
+    # The counterparts of queries and values: i_proj of `hgrn2`, kv_proj of `dsa`, in_proj of `mamba2`.
     adapter_targets = ["q_proj", "v_proj", "i_proj", "kv_proj", "in_proj"]
     rescaling_targets = ["k_proj", "v_proj", "i_proj", "kv_proj", "in_proj", "down_proj"]
     keys_to_ignore_at_inference = ["cache", "loop_hidden_states", "loop_logits", "exit_pdf", "indexer_divergence"]
@@ -272,17 +272,22 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
             self.norm_cast = "before_weight" if self.block_style == "sandwich" else "after_weight"
         if self.num_trained_loops is None:
             self.num_trained_loops = self.num_loops
-        self.loop_windows = parse_loop_windows(self.loop_windows, self.num_trained_loops, self.num_hidden_layers)
+        self.loop_windows = self._parse_windows(self.loop_windows)
         super().__post_init__(**kwargs)
 
     def __setattr__(self, key: str, value: Any) -> None:
         if self.__dict__.get("_post_init_done"):
-            # Patterns are read wherever they come from: `from_pretrained(name, layer_mixers="gdn,full")` sets them.
+            # Patterns are also parsed on assignment: `from_pretrained(name, layer_mixers="gdn,full")` sets the field.
             if key == "layer_mixers":
                 value = parse_layer_mixers(value, self.num_hidden_layers)
             elif key == "loop_windows":
-                value = parse_loop_windows(value, self.num_trained_loops or self.num_loops, self.num_hidden_layers)
+                value = self._parse_windows(value)
         super().__setattr__(key, value)
+
+    def _parse_windows(self, windows: list | str | None) -> list | None:
+        trained = self.num_trained_loops or self.num_loops
+        field = "num_loops" if trained == self.num_loops else "num_trained_loops"
+        return parse_loop_windows(windows, trained, self.num_hidden_layers, field)
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LT2Config":
@@ -291,9 +296,7 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
         Raises:
             ValueError: for an unknown name, listing the known ones.
         """
-        if name not in LT2_PRESETS:
-            raise ValueError(f"Unknown preset {name!r} for LT2Config. Known presets: {', '.join(LT2_PRESETS)}.")
-        return cls(**{**LT2_PRESETS[name], **overrides})
+        return cls(**preset_fields(cls, LT2_PRESETS, name, overrides))
 
     def _default_gdn_head_dim(self, heads: int) -> int:
         head_dim, rest = divmod(3 * self.hidden_size, 4 * heads)
@@ -333,9 +336,7 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
             "norm_cast": ("before_weight", "after_weight"),
             "kv_sharing": ("none", "last"),
         }
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {allowed}.")
+        check_choices(self, choices)
         mixers = set(self.layer_mixers)
         if mixers & {"full", "window"}:
             self._validate_attention()
@@ -343,34 +344,16 @@ class LT2Config(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
             validate_nsa(self)
         if "dsa" in mixers:
             validate_dsa(self)
-        if "gdn" in mixers:
-            self._validate_gdn()
-        for mixer in sorted(mixers.intersection(LINEAR_MIXERS) - {"gdn"}):
+        for mixer in sorted(mixers.intersection(LINEAR_MIXERS)):
             validate_linear(self, mixer)
 
     def _validate_attention(self) -> None:
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
-                f"{self.num_attention_heads}."
-            )
-        if (self.head_dim or 0) % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+        check_heads(self)
         windowed = self.loop_windows is not None or "window" in self.layer_mixers
         if self.kv_sharing == "last" and windowed:
             raise ValueError(
                 "kv_sharing='last' needs attention layers without windows: a window that has moved on cannot be "
                 "rewritten by the next loop. Drop the windows or use kv_sharing='none'."
-            )
-
-    def _validate_gdn(self) -> None:
-        heads, head_dim = self.gdn_num_heads or 0, self.gdn_head_dim or 0
-        if heads < 1 or head_dim < 1:
-            raise ValueError(f"gdn_num_heads={heads} and gdn_head_dim={head_dim} must be at least 1.")
-        if self.gdn_value_head_dim != head_dim * self.gdn_expand_v or self.gdn_value_head_dim < 1:
-            raise ValueError(
-                f"gdn_expand_v={self.gdn_expand_v} times gdn_head_dim={self.gdn_head_dim} must be a whole number of "
-                "at least 1: it is the width of a value head."
             )
 
 

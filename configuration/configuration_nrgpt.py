@@ -13,7 +13,7 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
-from loopergy.configuration.checked_fields import check_alias, check_count, check_fields, with_overrides
+from loopergy.configuration.checked_fields import check_alias, check_choices, check_count, check_fields, preset_fields
 
 logger = logging.get_logger(__name__)
 
@@ -154,9 +154,7 @@ class NRGPTConfig(AdapterTargets, PreTrainedConfig):
         Raises:
             ValueError: for an unknown name, listing the known ones.
         """
-        if name not in NRGPT_PRESETS:
-            raise ValueError(f"Unknown preset {name!r} for NRGPTConfig. Known presets: {', '.join(NRGPT_PRESETS)}.")
-        return cls(**with_overrides(NRGPT_PRESETS[name], overrides, num_steps=("num_hidden_layers",)))
+        return cls(**preset_fields(cls, NRGPT_PRESETS, name, overrides, num_steps=("num_hidden_layers",)))
 
     def __setattr__(self, key: str, value: Any) -> None:
         # Set under the field's own name, so that the field's checks see it.
@@ -165,9 +163,7 @@ class NRGPTConfig(AdapterTargets, PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check fields, and against each other; each error names the field, its value and what is allowed."""
         check_fields(self)
-        for field, allowed in (("ff_energy", FF_ENERGIES), ("eta_type", ETA_TYPES), ("norm_type", NORM_TYPES)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be one of {', '.join(map(repr, allowed))}.")
+        check_choices(self, {"ff_energy": FF_ENERGIES, "eta_type": ETA_TYPES, "norm_type": NORM_TYPES})
         if self.tangent_projection and self.norm_type == "none":
             raise ValueError(
                 "tangent_projection=True needs a norm: it takes away what the norm does not see, and norm_type='none' "

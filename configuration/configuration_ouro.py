@@ -12,7 +12,7 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from loopergy.configuration.adapter_targets import AdapterTargets
-from loopergy.configuration.checked_fields import check_alias, check_fields, with_overrides
+from loopergy.configuration.checked_fields import check_alias, check_choices, check_fields, check_heads, preset_fields
 from loopergy.configuration.looped_config import FULL, LoopedConfigMixin
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,7 @@ OURO_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def repair_special_tokens(holder: PreTrainedConfig | GenerationConfig) -> bool:
-    """Put the token ids of the chat format where the published files have 0 for all three.
+    """Replace the token ids of the published files, 0 for all three, by those of the chat format.
 
     `ByteDance/Ouro-*` ships bos = eos = pad = 0, so that generation never stops at `<|im_end|>` and a collator that
     masks pads hides every end of text. The chat template needs bos 1 `<|im_start|>`, eos 2 `<|im_end|>`, pad 0
@@ -69,8 +69,8 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
         intermediate_size (`int`): width of the gated MLP.
         num_hidden_layers (`int`): physical layers N. Each is visited once per loop.
         total_ut_steps (`int`): loops T, at least 1. `num_loops` is the same field under the package's own name.
-        early_exit_threshold (`float`): q. A token leaves after the first loop whose cumulated exit probability reaches
-            q; q >= 1 means always the last loop.
+        early_exit_threshold (`float`): q, at least 0. A token leaves after the first loop at which its cumulative exit
+            probability reaches q; q >= 1 means always the last loop.
         early_exit_step (`int`, *optional*): loop (counted from 0) after which every token leaves, whatever q says.
         training_loss (`str`): what the loss is taken of when labels are given: `"mixture"`, the logits averaged over
             loops with the exit probabilities (as published), or `"last_loop"`.
@@ -151,9 +151,7 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
         Raises:
             ValueError: for an unknown name, listing the known ones.
         """
-        if name not in OURO_PRESETS:
-            raise ValueError(f"Unknown preset {name!r} for OuroConfig. Known presets: {', '.join(OURO_PRESETS)}.")
-        return cls(**with_overrides(OURO_PRESETS[name], overrides, num_loops=("total_ut_steps",)))
+        return cls(**preset_fields(cls, OURO_PRESETS, name, overrides, num_loops=("total_ut_steps",)))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -178,23 +176,19 @@ class OuroConfig(AdapterTargets, LoopedConfigMixin, PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check fields, and against each other; each error names the field, its value and what is allowed."""
         check_fields(self)
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
-                f"{self.num_attention_heads}."
-            )
-        if (self.head_dim or 0) % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+        check_heads(self)
         kinds = sorted(set(self.layer_types or ()))
         if self.use_sliding_window or kinds != [FULL]:
             raise ValueError(
                 f"use_sliding_window={self.use_sliding_window}, layer_types={kinds}: Ouro has "
                 'full attention in every layer. For windows use LT2Config(layer_mixers="window", ...).'
             )
-        if self.training_loss not in ("mixture", "last_loop"):
-            raise ValueError(f"training_loss={self.training_loss!r} must be 'mixture' or 'last_loop'.")
-        if self.kv_sharing not in ("none", "last"):
-            raise ValueError(f"kv_sharing={self.kv_sharing!r} must be 'none' or 'last'.")
+        check_choices(self, {"training_loss": ("mixture", "last_loop"), "kv_sharing": ("none", "last")})
+        if not self.early_exit_threshold >= 0:
+            raise ValueError(
+                f"early_exit_threshold={self.early_exit_threshold} must be a number of at least 0: with 0 every token "
+                "leaves after the first loop, with 1 or more after the last."
+            )
         if self.early_exit_step is not None and self.early_exit_step < 0:
             raise ValueError(f"early_exit_step={self.early_exit_step} counts loops from 0; use None to switch it off.")
 

@@ -71,7 +71,7 @@ def parse_layer_mixers(pattern: str | Sequence[str], num_layers: int, mixers: Se
 
 
 def parse_loop_windows(
-    windows: str | Sequence | None, num_loops: int, num_layers: int
+    windows: str | Sequence | None, num_loops: int, num_layers: int, loops_field: str = "num_loops"
 ) -> list[int | list[int | None] | None] | None:
     """Expand the windows of attention layers per loop.
 
@@ -80,6 +80,7 @@ def parse_loop_windows(
             token itself included), `None` or `"full"` (no window), or a list with one such entry per layer.
         num_loops (`int`): T; there must be exactly T entries.
         num_layers (`int`): N.
+        loops_field (`str`): the config's field that holds T, for error messages.
 
     Returns:
         list of T entries, each an `int`, `None` or a list of N of them; `None` if `windows` is `None`.
@@ -92,7 +93,8 @@ def parse_loop_windows(
     entries = windows.split("->") if isinstance(windows, str) else list(windows)
     if len(entries) != num_loops:
         raise ValueError(
-            f"loop_windows={windows!r} has {len(entries)} entries but num_loops={num_loops}: give one per loop."
+            f"loop_windows={windows!r} has {len(entries)} entries but {loops_field}={num_loops}: "
+            f"give one for each of the {num_loops} loops."
         )
     parsed = []
     for entry in entries:

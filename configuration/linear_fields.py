@@ -1,7 +1,9 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""The fields of the mixers with a recurrent state other than Gated DeltaNet: derived defaults and checks."""
+"""Fields of the mixers with a recurrent state: derived defaults and checks."""
 
 from typing import Any
+
+from loopergy.configuration.checked_fields import check_even
 
 # Mixers that keep a recurrent state, and so no keys and values.
 LINEAR_MIXERS = ("gdn", "kda", "deltanet", "mamba2", "hgrn2", "retnet", "gla", "la")
@@ -9,7 +11,10 @@ _WITH_HEADS = ("kda", "deltanet", "hgrn2", "retnet", "gla", "la")
 
 
 def fill_linear_fields(config: Any) -> None:
-    """Set the fields left at `None`: as many heads as attention has, and heads that span the hidden size."""
+    """Fill fields left at `None`: as many heads as attention has, and heads that span the hidden size.
+
+    The head width of Gated DeltaNet has a default of its own, which the config derives.
+    """
     for mixer in (*_WITH_HEADS, "mamba2"):
         _fill(config, f"{mixer}_num_heads", config.num_attention_heads)
     for mixer in _WITH_HEADS:
@@ -21,7 +26,7 @@ def fill_linear_fields(config: Any) -> None:
 
 
 def validate_linear(config: Any, mixer: str) -> None:
-    """Check the fields of one mixer.
+    """Check the fields of one linear mixer, `"gdn"` and `"mamba2"` included.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
@@ -29,7 +34,7 @@ def validate_linear(config: Any, mixer: str) -> None:
     if mixer == "mamba2":
         _validate_mamba2(config)
         return
-    heads, head_dim = getattr(config, f"{mixer}_num_heads"), getattr(config, f"{mixer}_head_dim")
+    heads, head_dim = getattr(config, f"{mixer}_num_heads") or 0, getattr(config, f"{mixer}_head_dim") or 0
     if heads < 1 or head_dim < 1:
         raise ValueError(f"{mixer}_num_heads={heads} and {mixer}_head_dim={head_dim} must be at least 1.")
     expand = getattr(config, f"{mixer}_expand_v")
@@ -38,8 +43,8 @@ def validate_linear(config: Any, mixer: str) -> None:
             f"{mixer}_expand_v={expand} times {mixer}_head_dim={head_dim} must be a whole number of at least 1: it is "
             "the width of a value head."
         )
-    if mixer == "retnet" and head_dim % 2:
-        raise ValueError(f"retnet_head_dim={head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+    if mixer == "retnet":
+        check_even("retnet_head_dim", head_dim)
     if mixer == "gla" and config.gla_gate_logit_normalizer <= 0:
         raise ValueError(f"gla_gate_logit_normalizer={config.gla_gate_logit_normalizer} must be positive.")
 

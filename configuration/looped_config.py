@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""What the configurations of all looped models share: the loop count and the plan of cache slots.
+"""Loop count and cache layout, common to the configs of all looped models.
 
 A looped model applies N physical layers T times. `config.json` holds N and T as they are; whatever needs one entry per
 (loop, layer) visit, which is only the generation cache, asks the config for its *decoder view*.
@@ -42,7 +42,7 @@ class SlotPlan:
 
 
 class LoopedConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):
-    """Add loops to a `PreTrainedConfig`: slot plan, decoder view, and care when the loop count changes.
+    """Add loops to a `PreTrainedConfig`: slot plan, decoder view, and a warning when the loop count is raised.
 
     A class that uses it has `num_hidden_layers` (N), `num_loops` (T) and `kv_sharing`, and says by `visit(loop,
     layer)` what the mixer of one visit keeps between tokens.
@@ -98,7 +98,7 @@ class LoopedConfigMixin(PreTrainedConfig if TYPE_CHECKING else object):
         view = copy.copy(self)
         # transformers' layers keep the last window - 1 tokens, which they get wrong for 0; masks hide the token kept.
         windows = [None if window is None else max(window, 2) for window in plan.windows]
-        # Written past `__setattr__`: the view is no config of its own, so loop counts must not be checked again.
+        # Bypasses `__setattr__`, so that no check of a changed loop count runs on the view.
         view.__dict__.update(
             num_hidden_layers=len(layer_types),
             layer_types=layer_types,

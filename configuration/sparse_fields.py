@@ -1,11 +1,13 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""The fields of the sparse mixers, `nsa_*` and `dsa_*`: derived defaults and checks."""
+"""Fields of the sparse mixers, `nsa_*` and `dsa_*`: derived defaults and checks."""
 
 from typing import Any
 
+from loopergy.configuration.checked_fields import check_choices, check_heads
+
 
 def fill_sparse_fields(config: Any) -> None:
-    """Set the fields left at `None`: averages over the selected blocks, as many index heads as attention heads."""
+    """Fill fields left at `None`: averages over the selected blocks, as many index heads as attention heads."""
     if config.nsa_pool_size is None:
         config.nsa_pool_size = config.nsa_block_size
     if config.nsa_pool_stride is None:
@@ -20,11 +22,7 @@ def validate_nsa(config: Any) -> None:
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
-    heads, groups = config.num_attention_heads, config.nsa_num_key_value_heads
-    if groups < 1 or heads % groups:
-        raise ValueError(f"nsa_num_key_value_heads={groups} must divide num_attention_heads={heads}.")
-    if config.head_dim % 2:
-        raise ValueError(f"head_dim={config.head_dim} must be even: rotary embeddings turn pairs of dimensions.")
+    check_heads(config, "nsa_num_key_value_heads")
     stride = config.nsa_pool_stride
     for field in ("nsa_pool_size", "nsa_block_size"):
         if stride < 1 or getattr(config, field) < 1 or getattr(config, field) % stride:
@@ -40,8 +38,7 @@ def validate_dsa(config: Any) -> None:
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
-    if config.dsa_indexer not in ("lt2", "deepseek"):
-        raise ValueError(f"dsa_indexer={config.dsa_indexer!r} must be 'lt2' or 'deepseek'.")
+    check_choices(config, {"dsa_indexer": ("lt2", "deepseek")})
     if config.dsa_index_heads < 1:
         raise ValueError(f"dsa_index_heads={config.dsa_index_heads} must be at least 1.")
     if config.dsa_rope and (config.dsa_tail_dim < 2 or config.dsa_tail_dim % 2):

@@ -4,6 +4,7 @@
 # Not lazy: `convert` is both a file and a function here, and the function must win however the file is imported first.
 from loopergy.conversion.cem_llama_maps import cem_to_llama, llama_to_cem
 from loopergy.conversion.convert import Conversion, convert, restore_layers
+from loopergy.conversion.errors import ConversionError
 from loopergy.conversion.families import parse_keep_layers, student_config
 from loopergy.conversion.hybrid_students import lt2_from_student
 from loopergy.conversion.lt2_official import lt2_from_official
@@ -14,7 +15,6 @@ from loopergy.conversion.nrgpt_official import (
     nrgpt_to_official,
 )
 from loopergy.conversion.report import ConversionReport
-from loopergy.conversion.weight_maps import ConversionError
 
 __all__ = [
     "Conversion",

@@ -8,13 +8,17 @@ others are assigned.
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion.mixer_starts import FIXED_STARTS, Rule
-from loopergy.conversion.weight_maps import ConversionError, WeightMap, layer_of, list_names
+from loopergy.configuration.looped_config import warn_beyond_trained
+from loopergy.conversion.errors import ConversionError, list_names
+from loopergy.conversion.mixer_starts import FIXED_STARTS
+from loopergy.conversion.weight_maps import WeightMap, layer_of
+from loopergy.conversion.weight_rules import MapFacts, Rule
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 
@@ -133,9 +137,10 @@ def fill(
     """
     skeleton: dict[str, torch.Tensor] = dict(model.state_dict())
     weights.check_student(skeleton)
-    drawn = [rule for rule in weights.rules if rule.drawn]
-    fresh = skeleton if device.type == "meta" else fresh_tensors(model, drawn, seed)
+    drawn = {rule.target: rule for rule in weights.rules if weights.is_drawn(rule)}
+    fresh = skeleton if device.type == "meta" else fresh_tensors(model, list(drawn.values()), seed)
     state: dict[str, torch.Tensor] = {}
+    made: dict[tuple[str, ...], Any] = {}
     for rule in weights.rules:
         like = skeleton[rule.target]
         if rule.transform == "tie":
@@ -144,7 +149,7 @@ def fill(
         if rule.fresh:
             value = fresh[rule.target]
         else:
-            value = weights.forward(rule, sources, fresh[rule.target] if rule.drawn else None).detach()
+            value = weights.forward(rule, sources, fresh[rule.target] if rule.target in drawn else None, made).detach()
         if value.shape != like.shape:
             raise ConversionError(
                 f"{rule.target}: shape {list(value.shape)} made from {rule.source} does not fit {list(like.shape)}"
@@ -155,6 +160,42 @@ def fill(
     model.tie_weights()
     fill_buffers(model, device)
     return model.eval()
+
+
+def lt2_of_tensors(
+    config: LT2Config, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> LT2ForCausalLM:
+    """Build an LT2 from tensors that have its names already.
+
+    Args:
+        config (`LT2Config`): What the tensors are of; a warning says so if it runs more loops than were trained.
+        tensors (`Mapping[str, torch.Tensor]`): All of its state dict; a tied head may be missing.
+        dtype (`torch.dtype`, *optional*): dtype of the model; that of the embedding by default.
+
+    Returns:
+        `LT2ForCausalLM`: On the CPU, in eval mode; it may use the memory of `tensors`.
+
+    Raises:
+        ConversionError: If names or shapes do not fit.
+    """
+    warn_beyond_trained(config.num_loops, config.num_trained_loops or config.num_loops)
+    head = "lm_head.weight"
+    names = [name for name in tensors if name != head]
+    if config.tie_word_embeddings or head in tensors:
+        names.append(head)  # behind the embedding, which it may be
+    weights = WeightMap.identity(names, MapFacts.from_config(config))
+    student = empty_student(config, dtype or tensors["model.embed_tokens.weight"].dtype)
+    return fill(student, weights, tensors, seed=0, device=torch.device("cpu"), share=True)
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str | None:
+    """Return a tensor's name by the first pattern that matches all of it; None if no pattern does.
+
+    Args:
+        name (`str`): As a checkpoint has it.
+        names (`Mapping[str, str]`): Regular expressions, and what each is replaced by.
+    """
+    return next((re.sub(f"^{old}$", new, name) for old, new in names.items() if re.fullmatch(old, name)), None)
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -172,7 +213,8 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def compare_with_teacher(teacher: PreTrainedModel, config: LT2Config, weights: WeightMap) -> dict[str, float | int]:
     """Run the teacher's own weights through LT2 with all layers kept, and compare the logits.
 
-    Takes no memory for weights: they are shared with the teacher.
+    Random tokens are read at the first positions and at the last that the teacher knows, as what a family does with
+    far positions is seen only there. Takes no memory for weights: they are shared with the teacher.
 
     Args:
         teacher (`PreTrainedModel`): The teacher; its mode is left as it was.
@@ -185,11 +227,13 @@ def compare_with_teacher(teacher: PreTrainedModel, config: LT2Config, weights: W
     device, training = next(teacher.parameters()).device, teacher.training
     twin = fill(empty_student(config, teacher.dtype), weights, teacher.state_dict(), seed=0, device=device, share=True)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, 24), generator=generator).to(device)
+    ids = torch.randint(config.vocab_size, (2, 24), generator=generator).to(device)
+    first = torch.arange(ids.shape[1], device=device)
+    position_ids = torch.stack((first, first + max(0, config.max_position_embeddings - ids.shape[1])))
     teacher.eval()
     with torch.no_grad():
-        want = teacher(input_ids=ids, use_cache=False).logits
-        got = twin(input_ids=ids, use_cache=False).logits
+        want = teacher(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+        got = twin(input_ids=ids, position_ids=position_ids, use_cache=False).logits
     teacher.train(training)
     if want.shape != got.shape:
         raise ConversionError(f"the teacher's logits have shape {list(want.shape)} instead of {list(got.shape)}")

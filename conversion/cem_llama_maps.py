@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loopergy.configuration.configuration_cem_llama import CEMLlamaConfig
-from loopergy.conversion.weight_maps import ConversionError
+from loopergy.conversion.errors import ConversionError
 from loopergy.modeling.causal_energies import EnergyDescent
 from loopergy.modeling.modeling_cem_llama import CEMMLP, CEMAttention, CEMLlamaForCausalLM
 
@@ -119,7 +119,7 @@ def llama_to_cem(
             for name in ("v_proj", "o_proj", "down_proj") if chosen else ():
                 state.pop(f"{prefix}{part}.{name}.weight", None)
                 state.pop(f"{prefix}{part}.{name}.bias", None)
-        if cem_mlp and form == "tied":  # the words of the two papers are crossed: our up_proj has the activation
+        if cem_mlp and form == "tied":  # the two papers swap these names: our up_proj has the activation
             for kind in ("weight", "bias") if model.config.mlp_bias else ("weight",):
                 up, gate = f"{prefix}mlp.up_proj.{kind}", f"{prefix}mlp.gate_proj.{kind}"
                 state[up], state[gate] = state[gate], state[up]

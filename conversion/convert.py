@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_ouro import repair_special_tokens
 from loopergy.conversion.assemble import compare_with_teacher, empty_student, fill
+from loopergy.conversion.errors import ConversionError
 from loopergy.conversion.families import (
     KNOWN_TYPES,
     check_teacher,
@@ -30,10 +31,10 @@ from loopergy.conversion.families import (
     parse_keep_layers,
     student_config,
 )
-from loopergy.conversion.folders import TOKENIZER_FILES, check_new_folder, new_folder
+from loopergy.conversion.folders import check_new_folder, new_folder, saved_tokenizer
 from loopergy.conversion.public_names import public_name
 from loopergy.conversion.report import REPORT_FILE, ConversionReport, TensorRecord, dtype_name
-from loopergy.conversion.weight_maps import ConversionError, WeightMap, weight_map
+from loopergy.conversion.weight_maps import WeightMap, weight_map
 from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
@@ -60,15 +61,12 @@ class Conversion:
     report: ConversionReport
     tokenizer: PreTrainedTokenizerBase | None = None
 
-    def save_pretrained(
-        self, folder: str | Path, *, overwrite: bool = False, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> Path:
+    def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write model, tokenizer and `conversion_report.json`, the whole folder or nothing.
 
         Args:
             folder (`str` or `Path`): Where to.
             overwrite (`bool`): Replace a folder that holds something.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): Saved instead of the conversion's own.
 
         Returns:
             `Path`: The folder; `AutoModelForCausalLM.from_pretrained` loads it once `loopergy` is imported.
@@ -76,12 +74,11 @@ class Conversion:
         Raises:
             FileExistsError: If the folder holds something and `overwrite` is False.
         """
-        tokenizer = self.tokenizer if tokenizer is None else tokenizer
         target = check_new_folder(folder, overwrite=overwrite)
         with new_folder(target, overwrite=overwrite) as unfinished:
             self.model.save_pretrained(unfinished)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(unfinished)
             self.report.to_json(unfinished / REPORT_FILE)
         return target
 
@@ -126,7 +123,7 @@ def convert(
 
     Raises:
         ConversionError: If the teacher is not supported, or if a tensor is left over, missing or does not fit.
-        ValueError: For wrong layers, mixer, dtype or options.
+        ValueError: For wrong layers, mixer, dtype or options, or a tokenizer that cannot be read.
         FileNotFoundError: If the teacher is neither on this machine nor on the Hub.
 
     Example:
@@ -150,6 +147,7 @@ def convert(
     weights = weight_map(config)
     weights.check_teacher(state)
     device = next(iter(state.values())).device
+    tokenizer = _load_tokenizer(source, config, revision)
     verified = _verify(model, config, verify) if device.type != "meta" else None
     student = fill(
         empty_student(config, dtype or model.dtype),
@@ -186,7 +184,7 @@ def convert(
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )
     report.check(student.state_dict())
-    return Conversion(student, report, _load_tokenizer(source, config, revision))
+    return Conversion(student, report, tokenizer)
 
 
 def restore_layers(
@@ -319,17 +317,9 @@ def _rotary_notes(teacher: PreTrainedModel, student: LT2ForCausalLM) -> list[str
 
 
 def _load_tokenizer(source: str, config: LT2Config, revision: str | None) -> PreTrainedTokenizerBase | None:
-    if source == "memory":
-        return None
-    location, options = Path(source), {"revision": revision or "main"}
-    if location.suffix == ".gguf":
-        location, options["gguf_file"] = location.parent, location.name
-    elif location.is_dir() and not any((location / name).exists() for name in TOKENIZER_FILES):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(location), **options)
-    except (OSError, ValueError):
-        # Many folders and repositories hold weights alone; the conversion does not need a tokenizer.
+    """Load the teacher's tokenizer, if it has one, with the special ids of Ouro's config where its own are all 0."""
+    tokenizer = None if source == "memory" else saved_tokenizer(source, revision)
+    if tokenizer is None:
         return None
     if (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 0) and config.num_loops > 1:
         for name in ("bos_token", "eos_token", "pad_token"):

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Bring a checkpoint from one format to another that computes the same, from name to folder."""
+"""Rewrite a checkpoint in another format that computes the same, from its name to a saved folder."""
 
 import inspect
 from pathlib import Path
@@ -9,15 +9,16 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from loopergy.conversion.cem_llama_maps import cem_to_llama, llama_to_cem
+from loopergy.conversion.config_fields import check_names
+from loopergy.conversion.errors import ConversionError
 from loopergy.conversion.folders import check_new_folder, new_folder, saved_tokenizer
 from loopergy.conversion.hybrid_students import is_hybrid_student, lt2_from_student
 from loopergy.conversion.lt2_official import is_official_lt2, lt2_from_official
 from loopergy.conversion.nrgpt_official import nrgpt_from_official
-from loopergy.conversion.weight_maps import ConversionError
 from loopergy.conversion.whole_loading import checked_dtype, load_whole, read_config
 from loopergy.modeling.modeling_cem_llama import CEMLlamaForCausalLM
 
-# Target to what it is made from: model type, or a file of the official code.
+# From target to what it is made from: a model type, or a file of the official code.
 EXACT_FORMATS = {
     "llama": "cem_llama",
     "cem_llama": "llama",
@@ -58,12 +59,12 @@ def convert_format(
 
     Raises:
         ConversionError: if the source is of another kind, or the target cannot compute what it does.
-        ValueError: for an option or dtype that there is not.
+        ValueError: for an unknown option or dtype, or an option of another type than its default.
         FileNotFoundError: if the source is neither here nor on the Hub.
     """
     if target not in EXACT_FORMATS:
         raise ConversionError(f"target={target!r} must be one of {', '.join(EXACT_FORMATS)}.")
-    check_new_folder(folder, overwrite=overwrite)
+    check_new_folder(folder, overwrite=overwrite, source=source)
     dtype = checked_dtype(dtype)
     is_file = target == "nrgpt" or is_official_lt2(source)
     if is_file and revision is not None:
@@ -101,13 +102,11 @@ def _rewritten(
 
 
 def _check_options(rewrite: Any, target: str, options: dict[str, Any]) -> None:
-    """Refuse options that a function does not have, or of another type than their defaults."""
+    """Raise for options that a function does not have, or of another type than their defaults."""
     _, *parameters = inspect.signature(rewrite).parameters.values()
     defaults = {parameter.name: parameter.default for parameter in parameters}
-    if unknown := sorted(set(options) - set(defaults)):
-        takes = ", ".join(defaults) or "none"
-        raise ConversionError(f"options {', '.join(unknown)}: conversion to {target!r} takes {takes}.")
+    check_names(f"the conversion to {target!r}", options, defaults, what="option")
     for name, value in options.items():
         wanted = type(defaults[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ConversionError(f"{name}={value!r} must be a {wanted.__name__}, such as {defaults[name]}.")
+            raise ValueError(f"{name}={value!r} must be a {wanted.__name__}, such as {defaults[name]}.")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.configuration_ouro import repair_special_tokens
 from loopergy.configuration.layer_patterns import parse_layer_mixers
-from loopergy.conversion.weight_maps import ConversionError
+from loopergy.conversion.errors import ConversionError
 from loopergy.conversion.whole_loading import existing_source, load_whole, read_config
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
 
@@ -218,6 +218,8 @@ def check_teacher_config(config: PreTrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in rope.values()):
         problems.append("rotary settings that differ between layers (rope_parameters)")
+    if rope.get("llama_4_scaling_beta"):
+        problems.append("queries that grow with their position (rope_parameters['llama_4_scaling_beta'])")
     missing = [name for name in ("rms_norm_eps", "num_key_value_heads", "head_dim") if _read(config, name) is None]
     if missing:
         problems.append(f"a config without {', '.join(missing)}")
@@ -401,7 +403,11 @@ def student_config(
 def _options(mixers: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of these mixers, the given ones over the defaults."""
     options = {key: value for name in mixers for key, value in MIXER_OPTIONS[name].items()}
-    if unknown := sorted(set(given) - set(options)):
+    unknown = sorted(set(given) - set(options))
+    if elsewhere := [name for name, own in MIXER_OPTIONS.items() if set(unknown) & set(own)]:
+        used = ", ".join(mixers) or "none, as all are kept"
+        raise ValueError(f"no layer gets the mixer of {unknown}, {' or '.join(elsewhere)}; they get {used}")
+    if unknown:
         raise ValueError(f"unknown option(s) {unknown} for mixer {', '.join(mixers)!r}; allowed: {', '.join(options)}")
     return options | dict(given)
 

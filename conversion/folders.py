@@ -12,25 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 logger = logging.get_logger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def check_new_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
+def check_new_folder(folder: str | Path, *, overwrite: bool = False, source: str | Path | None = None) -> Path:
     """Return where a folder will be if it may be written, before hours are spent on its content.
 
     Args:
         folder (`str` or `Path`): Its name; `~` and links are followed.
         overwrite (`bool`): Whether a folder that holds something may be replaced.
+        source (`str` or `Path`, *optional*): What the content is made from, which is never replaced.
 
     Returns:
         `Path`: The final place, absolute.
 
     Raises:
         FileExistsError: If it, or what it lies in, is a file; if it holds something and `overwrite` is False.
-        ValueError: If it holds something and cannot be replaced: a mount point, the current folder or one above it.
+        ValueError: If it holds something and cannot be replaced: the source, a mount point, the current folder or one
+            above it.
     """
     # Not `Path.resolve`, which fails for links in a circle.
     target = Path(os.path.realpath(Path(folder).expanduser()))
@@ -46,6 +49,9 @@ def check_new_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
             f"{target} holds something and cannot be replaced: it is a mount point, or the current folder or one "
             "above it; give another folder, or one inside it"
         )
+    made_from = None if source is None else Path(source).expanduser()
+    if made_from is not None and made_from.exists() and Path(os.path.realpath(made_from)).is_relative_to(target):
+        raise ValueError(f"{target} holds {source}, which the new model is made from; give another folder")
     return target
 
 
@@ -73,11 +79,11 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     try:
         yield unfinished
         if target.is_dir() and set(target.iterdir()) <= {unfinished}:
-            # What makes a folder a model comes last.
+            # config.json last: it is what makes a folder a model.
             for part in sorted(unfinished.iterdir(), key=lambda part: part.name == "config.json"):
                 shutil.move(part, target)
             return
-        # Looked at once more: the block may have taken hours.
+        # Checked again: the block may have taken hours.
         check_new_folder(target, overwrite=overwrite)
         if target.exists():
             replaced = target.with_name(f".{target.name}.replaced-{mark}")
@@ -99,7 +105,7 @@ def _mention_leftovers(target: Path) -> None:
 
 
 def replace_file(file: str | Path, text: str) -> Path:
-    """Write a text file, in the place of an old one in one step; folders above it are made.
+    """Write a text file, replacing an old one in one step; missing folders above it are made.
 
     Args:
         file (`str` or `Path`): Its name.
@@ -128,19 +134,40 @@ def saved_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     """Return the tokenizer beside a model's weights, or None if there is none.
 
     Args:
-        source (`str` or `Path`): Folder or Hub id.
+        source (`str` or `Path`): Folder, Hub id, or a `.gguf` file, which holds its own.
         revision (`str`, *optional*): Of a Hub id.
 
+    Returns:
+        `PreTrainedTokenizerBase` or None: The tokenizer.
+
     Raises:
-        Exception: As `AutoTokenizer` does, for a folder whose tokenizer files cannot be read.
+        ValueError: If there is one that cannot be read.
     """
     from transformers import AutoTokenizer
 
-    if Path(source).is_dir():
-        found = any((Path(source) / name).exists() for name in TOKENIZER_FILES)
-        return AutoTokenizer.from_pretrained(source) if found else None
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision or "main")
-    except (OSError, ValueError):
-        # Many repositories hold weights alone.
+    place = os.path.expanduser(os.fspath(source))
+    options = {"revision": revision or "main"}
+    if place.endswith(".gguf"):
+        options["gguf_file"], place = Path(place).name, str(Path(place).parent)
+    elif not _has_tokenizer(place, revision):
         return None
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except Exception as error:  # the tokenizers library raises nothing more special
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"the tokenizer of {str(source)!r} cannot be read ({text}); mend or remove its files, or pass the loaded "
+            "model instead of its name"
+        ) from error
+
+
+def _has_tokenizer(place: str, revision: str | None) -> bool:
+    """Say whether a folder or a repository of the Hub holds the files of a tokenizer."""
+    if not place or Path(place).is_dir():
+        return place != "" and any((Path(place) / name).exists() for name in TOKENIZER_FILES)
+    try:
+        # Many repositories hold weights alone.
+        optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+        return any(cached_file(place, name, **optional) is not None for name in TOKENIZER_FILES)
+    except OSError:
+        return False

@@ -25,18 +25,16 @@ from safetensors.torch import load_file
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.configuration.looped_config import warn_beyond_trained
-from loopergy.conversion.assemble import check_tensors, empty_student, fill
-from loopergy.conversion.config_fields import check_fields
-from loopergy.conversion.mixer_starts import MapFacts
+from loopergy.conversion.assemble import check_tensors, lt2_of_tensors, renamed
+from loopergy.conversion.config_fields import check_field_names
+from loopergy.conversion.errors import ConversionError
 from loopergy.conversion.tensor_files import check_whole_numbers
-from loopergy.conversion.weight_maps import ConversionError, WeightMap
 from loopergy.conversion.whole_loading import checked_dtype, existing_source, read_config
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
 MODEL_TYPE = "student"
 
-# Value of `student_name`: the mixer, and what it leaves out of it or has in it.
+# From `student_name` to the mixer, and the fields that say which optional parts it has.
 STUDENTS: dict[str, tuple[str, dict[str, bool]]] = {
     "gdn_v1": ("gdn", {"gdn_use_gate": False, "gdn_use_short_conv": True}),
     "gdn_v2": ("gdn", {"gdn_use_gate": False, "gdn_use_short_conv": False}),
@@ -53,7 +51,7 @@ _NAMES = {
     r"model\.layers\.(\d+)\.attn_norm\.weight": r"model.layers.\1.input_layernorm.weight",
     r"model\.layers\.(\d+)\.mlp_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
 }
-# Tables that are computed.
+# Tables that are computed rather than loaded.
 _DROPPED = re.compile(r".*\.rotary\.inv_freq")
 _SECOND_NORM = "model.layers.0.input_layernorm_2.weight"
 _GATE = "model.early_exit_gate.weight"
@@ -91,7 +89,7 @@ def lt2_from_student(
         ValueError: For another dtype than a floating-point one, or a field that the config does not have.
         OSError: If a file is missing.
     """
-    check_fields(LT2Config, fields)
+    check_field_names(LT2Config, fields)
     dtype = checked_dtype(dtype)
     found = read_config(source, revision)
     if found.get("model_type") != MODEL_TYPE:
@@ -100,12 +98,7 @@ def lt2_from_student(
         )
     state = _rename(_read_tensors(existing_source(source), revision))
     config = student_lt2_config(found, state, **fields)
-    warn_beyond_trained(config.num_loops, config.num_trained_loops or config.num_loops)
-    state |= _zero_biases(state, config)
-    names = [*state, *(["lm_head.weight"] if config.tie_word_embeddings else [])]
-    weights = WeightMap.identity(dict.fromkeys(names), MapFacts.from_config(config))
-    dtype = dtype or state["model.embed_tokens.weight"].dtype
-    return fill(empty_student(config, dtype), weights, state, seed=0, device=torch.device("cpu"), share=True)
+    return lt2_of_tensors(config, state | _zero_biases(state, config), dtype)
 
 
 def student_lt2_config(found: Mapping[str, Any], state: Mapping[str, torch.Tensor], **fields: Any) -> LT2Config:
@@ -198,16 +191,13 @@ def _read_tensors(source: str, revision: str | None) -> dict[str, torch.Tensor]:
 
 
 def _rename(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    out = {}
-    for name, tensor in state.items():
-        if not _DROPPED.fullmatch(name):
-            new = next((re.sub(f"^{old}$", new, name) for old, new in _NAMES.items() if re.fullmatch(old, name)), name)
-            out[new] = tensor
-    return out
+    """Return the tensors by our names; one without a rule keeps its own."""
+    kept = {name: tensor for name, tensor in state.items() if not _DROPPED.fullmatch(name)}
+    return {renamed(name, _NAMES) or name: tensor for name, tensor in kept.items()}
 
 
 def _zero_biases(state: Mapping[str, torch.Tensor], config: LT2Config) -> dict[str, torch.Tensor]:
-    """Return the biases that `attention_bias` gives our layers and a student's do not have.
+    """Return zeros for the biases that our layers have with `attention_bias` and a student's do not.
 
     Raises:
         ConversionError: If the student's tensors are not those that its config describes.

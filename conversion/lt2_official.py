@@ -28,12 +28,10 @@ from transformers.utils import logging
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 from loopergy.configuration.layer_patterns import MIXERS, parse_layer_mixers
-from loopergy.configuration.looped_config import warn_beyond_trained
-from loopergy.conversion.assemble import check_tensors, empty_student, fill
-from loopergy.conversion.config_fields import check_fields
-from loopergy.conversion.mixer_starts import MapFacts
+from loopergy.conversion.assemble import check_tensors, lt2_of_tensors, renamed
+from loopergy.conversion.config_fields import check_field_names
+from loopergy.conversion.errors import ConversionError, list_names
 from loopergy.conversion.tensor_files import check_whole_numbers, read_json_file, read_tensor_file
-from loopergy.conversion.weight_maps import ConversionError, WeightMap, list_names
 from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.modeling.random_windows import RandomWindows
@@ -57,10 +55,10 @@ _NAMES = {
     r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
     r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
 }
-# Tables that are computed, and the embedding seen once more through a tied head.
+# Tables that are computed rather than loaded, and the embedding seen once more through a tied head.
 _DROPPED = re.compile(r"rope_embeddings\..*|.*\.rotary\.inv_freq|output\.tied_module\.weight")
 
-# Argument of the official code: the field that it is here, and its default there.
+# From an argument of the official code to our field, and its default there.
 _FIELDS: dict[str, tuple[str, Any]] = {
     "loop_count": ("num_loops", 1),
     "norm_eps": ("rms_norm_eps", 1e-5),
@@ -80,7 +78,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "dsa_score_dim": ("dsa_index_head_dim", 64),
 }
 
-# Arguments that ask for something else than what LT2 is: (allowed value, what another one means).
+# Arguments for something that LT2 does not have: (the only value allowed, what any other one means).
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "legacy_iteration_weights": (False, "a weighted sum over loops"),
     "nsa_qkv_bias": (False, "biases in NSA layers"),
@@ -114,7 +112,7 @@ def lt2_from_official(source: str | Path, *, dtype: torch.dtype | str | None = N
             or holds other tensors than its arguments say.
         ValueError: For another dtype than a floating-point one, or a field that the config does not have.
     """
-    check_fields(LT2Config, fields)
+    check_field_names(LT2Config, fields)
     dtype = checked_dtype(dtype)
     place = Path(source).expanduser()
     weights_file = place / WEIGHTS_FILE if place.is_dir() else place
@@ -129,13 +127,9 @@ def lt2_from_official(source: str | Path, *, dtype: torch.dtype | str | None = N
     if others := [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise ConversionError(f"{weights_file} has entries that are no tensors: {list_names(others)}")
     config = official_config(arguments, state, **fields)
-    warn_beyond_trained(config.num_loops, config.num_trained_loops or config.num_loops)
-    renamed = _rename(state, config)
-    check_tensors(renamed, config)
-    names = [*renamed, *(["lm_head.weight"] if config.tie_word_embeddings else [])]
-    weights = WeightMap.identity(names, MapFacts.from_config(config))
-    dtype = dtype or renamed["model.embed_tokens.weight"].dtype
-    return fill(empty_student(config, dtype), weights, renamed, seed=0, device=torch.device("cpu"), share=True)
+    tensors = _rename(state, config)
+    check_tensors(tensors, config)
+    return lt2_of_tensors(config, tensors, dtype)
 
 
 def _model_entry(file: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,7 +141,7 @@ def _model_entry(file: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def official_config(arguments: Mapping[str, Any], state: Mapping[str, torch.Tensor], **fields: Any) -> LT2Config:
-    """Read the config off the arguments of the official code, and what they leave open off the tensors.
+    """Read the config from the arguments of the official code, and what they leave open from the tensors.
 
     Args:
         arguments (`Mapping[str, Any]`): The entry `model` of `params.json`.
@@ -201,7 +195,7 @@ def official_config(arguments: Mapping[str, Any], state: Mapping[str, torch.Tens
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of another type than they are calculated with here; `LT2Config` checks the others."""
+    """Refuse arguments of a type that cannot be calculated with here; `LT2Config` checks the others."""
     optional = ("n_heads", "n_kv_heads", "head_dim", "default_sliding_window")
     check_whole_numbers(arguments, ("dim", "n_layers", "loop_count"), optional)
     theta, pattern = arguments.get("rope_theta", 1.0), arguments.get("layer_pattern", "full")
@@ -262,7 +256,7 @@ def _loop_windows(pattern: str, layers: int, default: int | None) -> list[int | 
 
 
 def _rename(state: Mapping[str, torch.Tensor], config: LT2Config) -> dict[str, torch.Tensor]:
-    """Return the tensors by our names, rows and shapes."""
+    """Return the tensors under our names, with our order of rows and our shapes."""
     out: dict[str, torch.Tensor] = {}
     strange = []
     for name, tensor in state.items():
@@ -270,7 +264,7 @@ def _rename(state: Mapping[str, torch.Tensor], config: LT2Config) -> dict[str, t
             continue
         if name == "output.weight" and config.tie_word_embeddings:
             continue
-        target = next((re.sub(f"^{old}$", new, name) for old, new in _NAMES.items() if re.fullmatch(old, name)), None)
+        target = renamed(name, _NAMES)
         if target is None:
             strange.append(name)
             continue

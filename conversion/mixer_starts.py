@@ -25,102 +25,17 @@ convolutions start as the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion.shared_latents import latent_projection, output_projection, query_projection
-
-WITH_SHORT_CONV = ("gdn", "kda", "deltanet")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One line of a weight map.
-
-    Args:
-        target (`str`): Name of the student's tensor.
-        source (`str`, `tuple[str, ...]` or `None`): Name of the teacher's tensor, or names of several that it is made
-            of; `None` for a fresh one.
-        transform (`str`): A key of `TRANSFORMS` for tensors that come from the teacher, a key of `FRESH` for fresh
-            ones.
-    """
-
-    target: str
-    source: str | tuple[str, ...] | None
-    transform: str = "copy"
-
-    @property
-    def fresh(self) -> bool:
-        """Say whether the tensor is new rather than read from the teacher."""
-        return self.source is None
-
-    @property
-    def drawn(self) -> bool:
-        """Say whether the tensor, or a part of it, has to be drawn."""
-        return self.fresh or TRANSFORMS[self.transform].on_fresh
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Name all tensors of the teacher that it is made of."""
-        return () if self.source is None else (self.source,) if isinstance(self.source, str) else self.source
-
-
-@dataclass(frozen=True)
-class MapFacts:
-    """What the rules need to know about an architecture, read off the student's config.
-
-    Args:
-        mixers (`tuple[str, ...]`): Mixer of each physical layer.
-        norms (`tuple[str, ...]`): Names of the norms of a layer.
-        attention_bias (`bool`): Whether q, k, v, o have biases.
-        mlp_bias (`bool`): Whether gate, up, down have biases.
-        early_exit_gate (`bool`): Whether there is an exit gate.
-        tied (`bool`): Whether the head is the embedding.
-        num_key_value_groups (`int`): Query heads per key/value head.
-        head_dim (`int`): Size of a head.
-        short_convs (`frozenset[str]`): Mixers that have short convolutions.
-        gdn_use_gate (`bool`): Whether GDN layers have an output gate.
-        lightning_indexer (`bool`): Whether DSA layers have DeepSeek's indexer.
-        dsa_latent_dim (`int`): Width of the latent of DSA layers.
-        initializer_range (`float`): Standard deviation of fresh projections.
-    """
-
-    mixers: tuple[str, ...]
-    norms: tuple[str, ...]
-    attention_bias: bool
-    mlp_bias: bool
-    early_exit_gate: bool
-    tied: bool
-    num_key_value_groups: int
-    head_dim: int
-    short_convs: frozenset[str]
-    gdn_use_gate: bool
-    lightning_indexer: bool
-    dsa_latent_dim: int
-    initializer_range: float
-
-    @classmethod
-    def from_config(cls, config: LT2Config) -> "MapFacts":
-        """Read the facts off an `LT2Config`."""
-        pre = ("input_layernorm", "post_attention_layernorm")
-        sandwich = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
-        return cls(
-            mixers=tuple(config.layer_mixers),
-            norms=sandwich if config.block_style == "sandwich" else pre,
-            attention_bias=config.attention_bias,
-            mlp_bias=config.mlp_bias,
-            early_exit_gate=config.early_exit_gate,
-            tied=config.tie_word_embeddings,
-            num_key_value_groups=config.num_attention_heads // (config.num_key_value_heads or 1),
-            head_dim=config.head_dim or 0,
-            short_convs=frozenset(name for name in WITH_SHORT_CONV if getattr(config, f"{name}_use_short_conv")),
-            gdn_use_gate=config.gdn_use_gate,
-            lightning_indexer=config.dsa_indexer == "deepseek",
-            dsa_latent_dim=config.dsa_latent_dim,
-            initializer_range=config.initializer_range,
-        )
+from loopergy.conversion.shared_latents import (
+    SharedLatents,
+    find_latents,
+    latent_projection,
+    output_projection,
+    query_projection,
+)
+from loopergy.conversion.weight_rules import MapFacts, Rule, Transform
 
 
 def repeat_heads(tensor: torch.Tensor, facts: MapFacts) -> torch.Tensor:
@@ -157,25 +72,12 @@ def mamba2_input(fresh: torch.Tensor, parts: Sequence[torch.Tensor], facts: MapF
     return torch.cat((z.to(values), values, key, query, step.to(values)))
 
 
-@dataclass(frozen=True)
-class Transform:
-    """How tensors of the teacher become one of the student.
-
-    Args:
-        forward (callable): From the teacher's tensors, and the facts.
-        backward (callable or `None`): Its inverse, if there is one, from the student's tensor.
-        describe (callable): Its name in words.
-        on_fresh (`bool`): Whether it fills a drawn tensor in part; that one then comes first among the tensors.
-    """
-
-    forward: Callable[[Sequence[torch.Tensor], MapFacts], torch.Tensor]
-    backward: Callable[[torch.Tensor, MapFacts], torch.Tensor] | None
-    describe: Callable[[MapFacts], str]
-    on_fresh: bool = False
-
-
 def _repeated(facts: MapFacts) -> str:
     return f"each key/value head repeated {facts.num_key_value_groups} times, head by head"
+
+
+def _latents(k: torch.Tensor, v: torch.Tensor, facts: MapFacts) -> SharedLatents:
+    return find_latents(k, v, facts.head_dim, facts.dsa_latent_dim)
 
 
 TRANSFORMS: dict[str, Transform] = {
@@ -193,23 +95,26 @@ TRANSFORMS: dict[str, Transform] = {
         on_fresh=True,
     ),
     "latent": Transform(
-        lambda x, f: latent_projection(x[0], x[1], f.head_dim, f.dsa_latent_dim),
+        lambda x, _: latent_projection(x[0]),
         None,
         lambda f: f"keys and values through {f.dsa_latent_dim} shared numbers, and one key head with positions",
+        common=_latents,
     ),
     "latent_queries": Transform(
-        lambda x, f: query_projection(x[0], x[1], x[2], f.head_dim, f.dsa_latent_dim),
+        lambda x, _: query_projection(x[0], x[1]),
         None,
         lambda _: "queries of the latent",
+        common=_latents,
     ),
     "latent_output": Transform(
-        lambda x, f: output_projection(x[0], x[1], x[2], f.head_dim, f.dsa_latent_dim),
+        lambda x, _: output_projection(x[0], x[1]),
         None,
         lambda _: "values from the latent",
+        common=_latents,
     ),
 }
 
-# What fresh tensors hold, in words. The model's own `_init_weights` fills them, save those with `FIXED_STARTS`.
+# What fresh tensors hold, in words. The model's own `_init_weights` fills them, except those in `FIXED_STARTS`.
 FRESH: dict[str, Callable[[MapFacts], str]] = {
     "normal": lambda f: f"normal(0, {f.initializer_range:g})",
     "decay": lambda _: "log of uniform(0, 16)",
@@ -252,7 +157,10 @@ def _attention(prefix: str, facts: MapFacts) -> Iterator[Rule]:
 
 
 def _by_heads(prefix: str, facts: MapFacts, renamed: dict[str, str] | None = None) -> Iterator[Rule]:
-    """Take over q, k, v, o, the shared heads of k and v repeated; `renamed` says where the student calls them else."""
+    """Take over q, k, v, o, the shared heads of k and v repeated.
+
+    `renamed` maps the teacher's projection names to the student's, where these differ.
+    """
     for name in with_bias(_ATTENTION, facts.attention_bias):
         projection, _, kind = name.partition(".")
         shared_head = name[0] in "kv" and facts.num_key_value_groups > 1
@@ -261,7 +169,7 @@ def _by_heads(prefix: str, facts: MapFacts, renamed: dict[str, str] | None = Non
 
 
 def _fresh(prefix: str, **names: Iterable[str]) -> Iterator[Rule]:
-    """Draw the named tensors, in each way of `FRESH` those listed under its name."""
+    """Name the fresh tensors: each keyword is a key of `FRESH`, its value the tensors that start so."""
     for transform, listed in names.items():
         for name in listed:
             yield Rule(prefix + name, None, transform)

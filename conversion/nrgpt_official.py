@@ -28,9 +28,9 @@ import torch
 
 from loopergy.configuration.configuration_gpt_baselines import GPTBaselineConfig
 from loopergy.configuration.configuration_nrgpt import NRGPTConfig
-from loopergy.conversion.config_fields import check_fields
+from loopergy.conversion.config_fields import check_field_names
+from loopergy.conversion.errors import ConversionError
 from loopergy.conversion.tensor_files import read_tensor_file
-from loopergy.conversion.weight_maps import ConversionError
 from loopergy.conversion.whole_loading import checked_dtype
 from loopergy.modeling.modeling_gpt_baselines import GPTBaselineForCausalLM
 from loopergy.modeling.modeling_nrgpt import NRGPTForCausalLM
@@ -78,14 +78,14 @@ _CONSTANT = re.compile(r"pos_idx|blocks\..*\.tril|blocks\.ln\.weight")
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A checkpoint as read: its tensors by plain official names, and what stood beside them."""
+    """A checkpoint as read: its tensors under plain official names, and what was stored beside them."""
 
     tensors: Tensors
     model_args: dict[str, Any] = field(default_factory=dict)
     model_class: str | None = None
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Return the shape of a matrix that has to be there."""
+        """Return the shape of a matrix that must be there."""
         if name not in self.tensors:
             raise ConversionError(f"the checkpoint has no {name!r}: not a model of the official NRGPT code")
         if self.tensors[name].dim() != 2:
@@ -137,7 +137,7 @@ def nrgpt_from_official(
             something that they do not tell was not given.
         ValueError: for another dtype than a floating-point one, or a field that the config does not have.
     """
-    check_fields(NRGPTConfig, fields)
+    check_field_names(NRGPTConfig, fields)
     dtype = checked_dtype(dtype)
     checkpoint = _read(source)
     if any(".sa." in name for name in checkpoint.tensors):
@@ -218,7 +218,7 @@ def gpt_baseline_from_official(
     Raises:
         ConversionError, ValueError: as [`nrgpt_from_official`].
     """
-    check_fields(GPTBaselineConfig, fields)
+    check_field_names(GPTBaselineConfig, fields)
     dtype = checked_dtype(dtype)
     checkpoint = _read(source)
     if not any(".sa." in name for name in checkpoint.tensors):
@@ -262,14 +262,14 @@ def gpt_baseline_to_official(model: GPTBaselineForCausalLM) -> Tensors:
 
 
 def _check_official(config: GPTBaselineConfig | NRGPTConfig, **wanted: Any) -> None:
-    """Refuse a config with other values than those that the official code has, which its files do not hold."""
+    """Refuse a config with other values than those that are fixed in the official code and not stored in its files."""
     foreign = [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
     if foreign:
         raise ConversionError(f"the official code has no {', '.join(foreign)}")
 
 
 def _read(source: Source) -> _Checkpoint:
-    """Read a file, or take what was in one, and take off the prefixes of compilation and data parallelism."""
+    """Read a file, or take what was in one, and strip the prefixes of compilation and data parallelism."""
     content: Any = read_tensor_file(source) if isinstance(source, str | os.PathLike) else source
     if not isinstance(content, Mapping):
         raise ConversionError(f"source is a {type(content).__name__}: pass the path of a .pt file, or a dictionary")
@@ -307,7 +307,7 @@ def _common_fields(checkpoint: _Checkpoint, size: int, num_hidden_layers: int | 
 
 
 def _ff_energy(checkpoint: _Checkpoint) -> str:
-    """Tell the feed-forward energy from the shapes, or from the class name where they fit two."""
+    """Tell the feed-forward energy from the shapes, or from the class name where the shapes fit two."""
     if "blocks.ffwd.net.2.weight" not in checkpoint.tensors:
         return "ff1"
     first, second = checkpoint.shape("blocks.ffwd.net.0.weight"), checkpoint.shape("blocks.ffwd.net.2.weight")

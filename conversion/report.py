@@ -3,6 +3,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -124,10 +125,11 @@ class ConversionReport:
         """Say in a few lines what was done."""
         counts = self.counts()
         loops = f" x {self.num_loops} loops" if self.num_loops > 1 else ""
+        kept = number_ranges(self.kept_layers) or "none"
         lines = [
             f"{self.teacher['class']} ({self.teacher['source']}) -> LT2ForCausalLM, {self.num_layers} layers{loops}, "
             f"{self.num_parameters:,} parameters ({self.teacher['parameters']:,} in the teacher), {self.dtype}",
-            f"full attention kept in {len(self.kept_layers)}: {_ranges(self.kept_layers) or 'none'}; {self._others()}",
+            f"full attention kept in {len(self.kept_layers)}: {kept}; {self._others()}",
             "; ".join(f"{n['tensors']} tensors {action} ({n['parameters']:,})" for action, n in counts.items()),
             "no teacher tensor left over, no student tensor missing or zero-filled",
         ]
@@ -147,7 +149,7 @@ class ConversionReport:
             where.setdefault(name, []).append(layer)
         where.pop("full", None)
         if len(where) > 1:
-            return ", ".join(f"{name} in {len(layers)}: {_ranges(layers)}" for name, layers in where.items())
+            return ", ".join(f"{name} in {len(layers)}: {number_ranges(layers)}" for name, layers in where.items())
         return f"{self.mixer or 'no mixer'} in the other {self.num_layers - len(self.kept_layers)}"
 
     def table(self) -> "Table":
@@ -164,7 +166,7 @@ class ConversionReport:
             parameters[key] += 0 if record.how.startswith("tied to ") else record.num_parameters
         rows: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
         for (name, action, how), where in layers.items():
-            rows.setdefault((_ranges(where), action, how), []).append((name, parameters[name, action, how]))
+            rows.setdefault((number_ranges(where), action, how), []).append((name, parameters[name, action, how]))
         table = Table(title="Where each tensor came from", show_lines=True)
         table.add_column("layers", overflow="fold", max_width=16)
         table.add_column("tensors", overflow="fold", ratio=3)
@@ -209,12 +211,12 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _ranges(layers: list[int]) -> str:
-    """Write `[0, 1, 2, 5]` as `0-2, 5`."""
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Write whole numbers, of layers or loops, in order: `[5, 0, 1, 2]` as `0-2, 5`."""
     runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([layer, layer])
+            runs.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

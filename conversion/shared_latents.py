@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-r"""Rewrite attention with a key and a value per head as the attention to one latent per token of a `dsa` mixer.
+r"""Rewrite attention with keys and values per head as the attention of a `dsa` mixer to one latent per token.
 
 The mixer reads one latent \(c\) per token: its first r numbers without positions, which are also the value, and a tail
 as wide as a head, turned by its position. Three steps lead there:
@@ -18,7 +18,6 @@ Source: own derivation; the rotation of heads is also used by TransMLA (arXiv 25
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -42,10 +41,8 @@ class SharedLatents:
     values: torch.Tensor
 
 
-# The three projections of a layer are made one after the other and share this.
-@lru_cache(maxsize=1)
 def find_latents(k: torch.Tensor, v: torch.Tensor, head_dim: int, latent_dim: int) -> SharedLatents:
-    """Find the latent of keys and values.
+    """Find the latent of keys and values, which the three projections of a layer are made from.
 
     Args:
         k, v (`torch.Tensor` of shape (G * D, d)): weights of the projections.
@@ -68,17 +65,14 @@ def find_latents(k: torch.Tensor, v: torch.Tensor, head_dim: int, latent_dim: in
     return SharedLatents(mixing, tail, basis, rest @ basis, values @ basis)
 
 
-def latent_projection(k: torch.Tensor, v: torch.Tensor, head_dim: int, latent_dim: int) -> torch.Tensor:
-    """Return the weight (r + D, d) that makes latent and tail; arguments as [`find_latents`]."""
-    latents = find_latents(k, v, head_dim, latent_dim)
+def latent_projection(latents: SharedLatents) -> torch.Tensor:
+    """Return the weight (r + D, d) that makes latent and tail."""
     return torch.cat((latents.basis.T, latents.tail))
 
 
-def query_projection(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head_dim: int, latent_dim: int
-) -> torch.Tensor:
-    """Return the weight (H * (r + D), d) of the queries; q is (H * D, d), the others as [`find_latents`]."""
-    latents = find_latents(k, v, head_dim, latent_dim)
+def query_projection(q: torch.Tensor, latents: SharedLatents) -> torch.Tensor:
+    """Return the weight (H * (r + D), d) of the queries; q is (H * D, d)."""
+    head_dim, latent_dim = latents.tail.shape[0], latents.basis.shape[1]
     queries, key_heads = _exact(q).unflatten(0, (-1, 2, head_dim // 2)), latents.mixing.shape[-1]
     group = queries.shape[0] // key_heads
     out = []
@@ -88,12 +82,9 @@ def query_projection(
     return torch.cat(out) * ((latent_dim + head_dim) / head_dim) ** 0.5
 
 
-def output_projection(
-    o: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head_dim: int, latent_dim: int
-) -> torch.Tensor:
-    """Return the weight (d, H * r) of the output; o is (d, H * D), the others as [`find_latents`]."""
-    latents = find_latents(k, v, head_dim, latent_dim)
-    outputs = _exact(o).unflatten(1, (-1, head_dim))
+def output_projection(o: torch.Tensor, latents: SharedLatents) -> torch.Tensor:
+    """Return the weight (d, H * r) of the output; o is (d, H * D)."""
+    outputs = _exact(o).unflatten(1, (-1, latents.tail.shape[0]))
     values = latents.values.repeat_interleave(outputs.shape[1] // latents.values.shape[0], dim=0)
     return torch.einsum("dhi,hir->dhr", outputs, values).flatten(1)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Read the files that official codes write, without running what is in them."""
+"""Read the files that the official code of a paper writes, without running what is in them."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loopergy.conversion.weight_maps import ConversionError
+from loopergy.conversion.errors import ConversionError
 
 
 def read_tensor_file(path: str | os.PathLike) -> Mapping[str, Any]:
@@ -32,7 +32,7 @@ def read_tensor_file(path: str | os.PathLike) -> Mapping[str, Any]:
     with file.open("rb") as stream:
         try:
             content = torch.load(stream, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged pickle comes to: KeyError, struct.error, OSError, ...
+        except Exception as error:  # a damaged pickle raises anything: KeyError, struct.error, OSError, ...
             if isinstance(error, pickle.UnpicklingError) and re.search("GLOBAL|allowlisted", str(error)):
                 raise ConversionError(
                     f"{str(file)!r} holds more than tensors and plain values, and reading it could run code. If you "
@@ -47,7 +47,9 @@ def read_tensor_file(path: str | os.PathLike) -> Mapping[str, Any]:
 
 
 def check_whole_numbers(content: Mapping[str, Any], names: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Refuse fields of a foreign config that are there and no whole numbers of at least 1; optional ones may be null.
+    """Refuse fields of a foreign config that are not whole numbers of at least 1; optional ones may be null.
+
+    Fields that are missing pass.
 
     Raises:
         ConversionError: Naming the field and its value.

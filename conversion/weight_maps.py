@@ -1,9 +1,9 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """Declare which teacher tensor becomes which student tensor, and how.
 
-A map is data: one `Rule` per student tensor, made for one architecture (a list of mixers and a few facts). It is
-complete in both directions: a teacher tensor that no rule reads and a student tensor that no rule writes are errors
-that list names.
+A map is data: one `Rule` (`weight_rules.py`) per student tensor, made for one architecture: a list of mixers and a few
+facts. It is complete in both directions: a teacher tensor that no rule reads and a student tensor that no rule writes
+are errors that list names.
 
     teacher                                   layer kept or windowed   layer with another mixer
     model.embed_tokens, model.norm, lm_head   copy                     copy
@@ -15,17 +15,16 @@ that list names.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from loopergy.configuration.configuration_lt2 import LT2Config
-from loopergy.conversion.mixer_starts import FRESH, MIXER_RULES, TRANSFORMS, MapFacts, Rule, with_bias
+from loopergy.conversion.errors import ConversionError, list_names
+from loopergy.conversion.mixer_starts import FRESH, MIXER_RULES, TRANSFORMS, with_bias
+from loopergy.conversion.weight_rules import MapFacts, Rule
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-class ConversionError(ValueError):
-    """A teacher cannot be converted; the text names what is not supported or which tensors do not fit."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,11 @@ class WeightMap:
         return FRESH[rule.transform](self.facts) if rule.fresh else TRANSFORMS[rule.transform].describe(self.facts)
 
     def forward(
-        self, rule: Rule, teacher: Mapping[str, torch.Tensor], fresh: torch.Tensor | None = None
+        self,
+        rule: Rule,
+        teacher: Mapping[str, torch.Tensor],
+        fresh: torch.Tensor | None = None,
+        made: dict[tuple[str, ...], Any] | None = None,
     ) -> torch.Tensor:
         """Make the student's tensor of a rule that reads the teacher (it may share storage with the teacher's).
 
@@ -58,17 +61,32 @@ class WeightMap:
             rule (`Rule`): One of the map's.
             teacher (`Mapping[str, torch.Tensor]`): The teacher's state dict.
             fresh (`torch.Tensor`, *optional*): A drawn tensor, for rules that fill one in part.
+            made (`dict`, *optional*): Holds what rules with the same last two tensors share, from one call to the
+                next; without it each call makes that anew.
+
+        Raises:
+            ValueError: For a rule that is fresh, or one that is fresh in part without `fresh`.
         """
         if rule.source is None:
             raise ValueError(f"{rule.target} is fresh: no teacher tensor makes it")
         transform = TRANSFORMS[rule.transform]
         if transform.on_fresh and fresh is None:
             raise ValueError(f"{rule.target} is fresh in part: pass a drawn tensor as `fresh`")
-        tensors = [teacher[source] for source in rule.sources]
+        tensors: list[Any] = [teacher[source] for source in rule.sources]
+        if transform.common is not None:
+            made, key = {} if made is None else made, rule.sources[-2:]
+            if key not in made:
+                made.clear()  # what belonged to the layer before
+                made[key] = transform.common(tensors[-2], tensors[-1], self.facts)
+            tensors[-2:] = [made[key]]
         return transform.forward([fresh, *tensors] if fresh is not None else tensors, self.facts)
 
+    def is_drawn(self, rule: Rule) -> bool:
+        """Say whether the tensor of a rule, or a part of it, has to be drawn."""
+        return rule.fresh or TRANSFORMS[rule.transform].on_fresh
+
     def is_new(self, rule: Rule) -> bool:
-        """Say whether a rule that reads the teacher makes a tensor of its own rather than the same one."""
+        """Say whether a rule that reads the teacher makes a new tensor rather than passing on the teacher's."""
         return not rule.fresh and rule.transform not in ("copy", "tie")
 
     @classmethod
@@ -140,13 +158,6 @@ def layer_of(name: str) -> int | None:
     """Return the physical layer a tensor belongs to, `None` for embeddings, norm, gate and head."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return int(match.group(1)) if match else None
-
-
-def list_names(names: Iterable[str], limit: int = 12) -> str:
-    """Write tensor names for an error text: all of them up to `limit`, then a count of the rest."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more
 
 
 def _raise_on_difference(side: str, extra_is: str, extra: set[str], absent_is: str, absent: set[str]) -> None:

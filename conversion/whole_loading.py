@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GgufConfig, PreTrainedConfig, PreTrainedModel
 
-from loopergy.conversion.weight_maps import ConversionError, list_names
+from loopergy.conversion.errors import ConversionError, list_names
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -84,7 +84,8 @@ def existing_source(source: str | os.PathLike, revision: str | None = None) -> s
     """Return a source with its `~` expanded, if it is here, or could be the name of a model on the Hub.
 
     Raises:
-        ConversionError: For a file that is no `.gguf` file, or a revision of something that is here.
+        ConversionError: For a file that is no `.gguf` file, a revision of something that is here, or the folder of a
+            run in place of one of its stages.
         FileNotFoundError: For a path that is not there.
     """
     text = os.path.expanduser(os.fspath(source))
@@ -100,12 +101,24 @@ def existing_source(source: str | os.PathLike, revision: str | None = None) -> s
             f"{text!r} is one file; a model is a folder, a Hub id or a .gguf file. A .pt file of the official NRGPT "
             "code is read by nrgpt_from_official (`loopergy convert --to nrgpt`)"
         )
+    if here and not packed:
+        _check_no_run(Path(text))
     return text
+
+
+def _check_no_run(folder: Path) -> None:
+    """Refuse the folder of a run, or of a stage without weights, and name the stages that hold models."""
+    if (folder / "config.json").is_file():
+        return
+    run = folder.parent if (folder / "stage.json").is_file() else folder
+    models = [str(place.parent) for place in run.glob("*/stage.json") if (place.parent / "config.json").is_file()]
+    if models:
+        raise ConversionError(f"{str(folder)!r} holds no model; the stages of its run that do: {', '.join(models)}")
 
 
 @contextmanager
 def _named(location: str) -> Iterator[None]:
-    """Name a source that is not here and that the Hub did not give; an error with a folder that is here stays."""
+    """Name a source that is neither here nor on the Hub; errors about a folder that is here pass unchanged."""
     try:
         yield
     except OSError as error:

@@ -5,7 +5,7 @@ An adapter of `peft` replaces a linear layer W by \(W + (\alpha / r)\, B A\), wi
 zero at first; W is frozen. It is put on in place: the student stays the object it was, with more parameters.
 
 Writing merges a copy and leaves the student as it is, so that saving never moves a weight. A checkpoint has W, A and B
-as they are in a file of their own beside the merged weights: W cannot be told from W + BA bit by bit.
+as they are in a file of their own beside the merged weights: W + BA does not give W back bit for bit.
 
 Source: LoRA (arXiv 2106.09685).
 """
@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+
+from loopergy.modeling.building_blocks import at_least_float32
 
 ADAPTER_FILE = "adapters.safetensors"
 _NAME = "default"
@@ -67,10 +69,10 @@ def merge_adapters(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _merged(layer: Any) -> torch.Tensor:
     """Return W + (alpha / r) B A in W's dtype, summed in at least float32."""
-    weight = layer.get_base_layer().weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    product = layer.lora_B[_NAME].weight.to(wide) @ layer.lora_A[_NAME].weight.to(wide)
-    return (weight.to(wide) + product * layer.scaling[_NAME]).to(weight.dtype)
+    # peft's own `get_delta_weight` rounds the product to the adapters' type before it is added.
+    weight, a, b = (part.weight for part in (layer.get_base_layer(), layer.lora_A[_NAME], layer.lora_B[_NAME]))
+    product = at_least_float32(b) @ at_least_float32(a)
+    return (at_least_float32(weight) + product * layer.scaling[_NAME]).to(weight.dtype)
 
 
 def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -100,7 +102,7 @@ def save_adapters(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 def load_weights(model: PreTrainedModel, plain: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """Load a checkpoint into a model, bit by bit as it was.
+    """Load a checkpoint into a model, bit for bit as it was.
 
     Args:
         model (`PreTrainedModel`): With adapters, or without.

@@ -40,7 +40,15 @@ from transformers import PreTrainedModel
 from loopergy.configuration.looped_config import FULL, INDEXED, RECURRENT, SLIDING
 from loopergy.distill.losses import alignment_loss
 from loopergy.distill.stage import StageConfig, StageModule, StageTrainer, batch_targets, indexer_parameters
-from loopergy.distill.teacher import MixerCall, finish_block, loop_states, num_loops, post_mixer_norm, watch_mixers
+from loopergy.distill.teacher import (
+    MixerCall,
+    check_same_loops,
+    finish_block,
+    loop_states,
+    num_loops,
+    post_mixer_norm,
+    watch_mixers,
+)
 from loopergy.modeling.looped_inputs import looped_masks, mask_key, read_inputs
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.training.data import IGNORE
@@ -95,7 +103,7 @@ class _GivenGradients(torch.autograd.Function):
 
 
 class MixerInputs:
-    """Make, once a batch, what the student's mixers take beside the hidden state: masks, positions, borders."""
+    """Make, once a batch, what the student's mixers take beside the hidden state: masks, positions, boundaries."""
 
     def __init__(self, student: LT2ForCausalLM, batch: Mapping[str, Any]):
         self.config, self.batch = student.config, batch
@@ -107,15 +115,15 @@ class MixerInputs:
         if self._made is None:
             mask, positions = self.batch.get("attention_mask"), self.batch.get("position_ids")
             shared = read_inputs(self.config, call.inputs, mask, positions, None, False, None, dict(self.batch))
-            borders = None if shared.documents is None else shared.documents.cu_seqlens
+            boundaries = None if shared.documents is None else shared.documents.cu_seqlens
             masks = looped_masks(self.config, shared, call.inputs, mask)
-            self._made = masks, {"position_ids": shared.position_ids, "cu_seqlens": borders}
+            self._made = masks, {"position_ids": shared.position_ids, "cu_seqlens": boundaries}
         masks, others = self._made
         inputs = {"attention_mask": masks[mask_key(layer_type, window)], **others}
         if layer_type != RECURRENT:
             inputs |= {"window": window, "position_embeddings": call.arguments["position_embeddings"]}
         if layer_type in (FULL, SLIDING):
-            # The mask keeps documents apart; attention kernels take borders by other names.
+            # The mask keeps documents apart; attention kernels take boundaries under other names.
             del inputs["cu_seqlens"]
         return inputs
 
@@ -145,8 +153,7 @@ class AlignModule(StageModule):
     ):
         super().__init__(student, teacher)
         loops = num_loops(teacher)
-        if student.config.num_loops != loops:
-            raise ValueError(f"The student has {student.config.num_loops} loops, the teacher {loops}; use the same.")
+        check_same_loops(student, loops)
         if loop_weights is not None and (len(loop_weights) != loops or not sum(loop_weights) > 0):
             raise ValueError(f"`loop_weights` needs {loops} weights with a positive sum, got {loop_weights}.")
         self.layers = aligned_layers(student)
@@ -291,7 +298,6 @@ def alignment_errors(
     batches: Iterable[Mapping[str, torch.Tensor]],
     *,
     target: str = "residual",
-    form: str = "mse",
 ) -> torch.Tensor:
     """Measure how far each new mixer is from the attention it replaces.
 
@@ -300,13 +306,12 @@ def alignment_errors(
         teacher (`PreTrainedModel`): Its teacher.
         batches (iterable of mappings): What to measure on.
         target (`str`, defaults to `"residual"`): What is compared.
-        form (`str`, defaults to `"mse"`): The distance.
 
     Returns:
-        `torch.Tensor` of shape `[loops, aligned layers]`: Mean over tokens.
+        `torch.Tensor` of shape `[loops, aligned layers]`: Mean squared error over tokens.
     """
     frozen = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
-    module = AlignModule(student, teacher, target=target, form=form).eval()
+    module = AlignModule(student, teacher, target=target).eval()
     total, tokens = torch.zeros(()), 0
     for batch in batches:
         total = total + module(**{**batch, "num_items_in_batch": 1})["terms"].cpu()

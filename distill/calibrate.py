@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from loopergy.distill.align import MixerInputs, aligned_layers
 from loopergy.distill.regressions import RIDGE, Sums, choose_ridge, solve, squared_error
 from loopergy.distill.stage import batch_targets
-from loopergy.distill.teacher import MixerCall, loop_states, num_loops, watch_mixers
+from loopergy.distill.teacher import MixerCall, check_same_loops, loop_states, num_loops, watch_mixers
 from loopergy.modeling.building_blocks import at_least_float32
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.training.data import IGNORE
@@ -54,6 +54,8 @@ PARTS = ("memory", "output")
 WITH_MEMORY = ("gdn", "kda", "deltanet")
 DECAYS = (0.003, 0.03, 0.2, 1.0)
 STRENGTHS = (0.05, 0.4)
+# Batches that the candidates for "memory" are tried on, at most.
+SEARCH_BATCHES = 4
 # SiLU(OPEN) is 1.
 OPEN = 1.2784645427610738
 Batches = Sequence[Mapping[str, torch.Tensor]]
@@ -93,7 +95,6 @@ def calibrate(
     *,
     parts: Sequence[str] = PARTS,
     ridge: float | None = None,
-    search_batches: int = 4,
 ) -> Calibration:
     """Set memory and last projection of the new mixers from the teacher's statistics; see the head of this file.
 
@@ -105,7 +106,6 @@ def calibrate(
         parts (sequence of `str`, defaults to `PARTS`): What to fit; those that a mixer does not have are passed over.
         ridge (`float`, *optional*): Strength of the ridge regression, as a multiple of the mean square of a feature.
             0 is plain least squares. Default: chosen for each layer by cross-validation.
-        search_batches (`int`, defaults to 4): Batches that the candidates for `"memory"` are tried on.
 
     Returns:
         `Calibration`: What was found.
@@ -121,7 +121,7 @@ def calibrate(
         loopergy.calibrate(student, teacher, batches)
         ```
     """
-    _check(student, teacher, batches, parts, ridge, search_batches)
+    _check(student, teacher, batches, parts, ridge)
     began, training = time.perf_counter(), student.training
     student.eval()
     layers = aligned_layers(student)
@@ -131,7 +131,7 @@ def calibrate(
         raise ValueError("The batches have no position with a target: pass longer rows, or other labels.")
     run = _Visits(student, teacher)
     if "memory" in parts:
-        _fit_memory(run, batches[:search_batches], result)
+        _fit_memory(run, batches[:SEARCH_BATCHES], result)
     if "output" in parts:
         _fit_outputs(run, batches, ridge, result)
     student.train(training)
@@ -139,7 +139,7 @@ def calibrate(
     return result
 
 
-def _check(student, teacher, batches, parts, ridge, search_batches) -> None:
+def _check(student, teacher, batches, parts, ridge) -> None:
     unknown = sorted(set(parts) - set(PARTS))
     if unknown or not parts:
         raise ValueError(f"`parts` must be some of {PARTS}, got {tuple(parts)}.")
@@ -147,14 +147,9 @@ def _check(student, teacher, batches, parts, ridge, search_batches) -> None:
         raise ValueError("`batches` is empty: calibration needs at least one batch.")
     if ridge is not None and not ridge >= 0:
         raise ValueError(f"`ridge` must be at least 0, got {ridge}.")
-    if search_batches < 1:
-        raise ValueError(f"`search_batches` must be at least 1, got {search_batches}.")
     if not aligned_layers(student):
         raise ValueError("All layers of the student have full attention already: there is nothing to calibrate.")
-    if student.config.num_loops != num_loops(teacher):
-        raise ValueError(
-            f"The student has {student.config.num_loops} loops, the teacher {num_loops(teacher)}; use the same."
-        )
+    check_same_loops(student, num_loops(teacher))
 
 
 @dataclass
@@ -267,7 +262,7 @@ def _last(mixer: nn.Module) -> nn.Linear:
 
 
 def _by_heads(student: LT2ForCausalLM, teacher: PreTrainedModel, layer: int) -> bool:
-    """Whether the heads of the mixer answer to those of the attention, one by one."""
+    """Whether the heads of the mixer correspond to those of the attention, one by one."""
     attention: Any = teacher.base_model.layers[layer].self_attn  # type: ignore[index]
     mixer: Any = student.model.layers[layer].self_attn
     same = _last(mixer).in_features == getattr(attention, _last_name(attention)).in_features

@@ -33,7 +33,7 @@ from loopergy.distill.stage import (
     check_previous,
     kept_layers,
 )
-from loopergy.distill.teacher import head_weight, loop_states, num_loops
+from loopergy.distill.teacher import check_same_loops, head_weight, loop_states, num_loops
 from loopergy.distill.teacher_states import TeacherStates, write_teacher_states
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 from loopergy.training.data import IGNORE
@@ -132,8 +132,7 @@ class DistillModule(StageModule):
         super().__init__(student, teacher)
         self.states = states
         loops = num_loops(self.teacher) if states is None else states.num_loops
-        if student.config.num_loops != loops:
-            raise ValueError(f"The student has {student.config.num_loops} loops, the teacher {loops}; use the same.")
+        check_same_loops(student, loops)
         self.args = args
         args.schedule(0.0, loops)
         prepare_body(student, **args.body_options())
@@ -180,7 +179,7 @@ class DistillModule(StageModule):
 
     @torch.no_grad()
     def _teacher_side(self, batch: dict[str, Any], loops: list[int]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Return the teacher's states of some loops, and its head; for other rows than trained ones, from itself."""
+        """Return the teacher's states of some loops, and its head; from disk for the rows trained on alone."""
         if self.states is not None and (self.training or not self.has_teacher):
             self.states.to(batch["input_ids"].device)
             return self.states.read(batch, loops), self.states.head

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import is_liger_kernel_available
 
+from loopergy.modeling.building_blocks import at_least_float32
 from loopergy.training.data import IGNORE
 
 # Elements of one chunk of logits: 64 MiB in float32, large enough for full-speed matrix products.
@@ -59,10 +60,6 @@ def _denominator(count: int, num_items: int | float | torch.Tensor | None) -> in
     return num_items.clamp(min=1) if torch.is_tensor(num_items) else max(num_items, 1)
 
 
-def _promote(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def alignment_loss(
     student: torch.Tensor,
     teacher: torch.Tensor,
@@ -88,7 +85,7 @@ def alignment_loss(
     """
     if form not in get_args(AlignmentForm):
         raise ValueError(f"`form` must be one of {get_args(AlignmentForm)}, got {form!r}.")
-    difference = _promote(student) - _promote(teacher.detach())
+    difference = at_least_float32(student) - at_least_float32(teacher.detach())
     if mask is not None:
         difference = difference[mask]
     squared = difference.square().mean(-1)
@@ -139,9 +136,8 @@ def divergence(
     Returns:
         `torch.Tensor` of shape `[tokens]`.
     """
-    log_q, log_p = _outcomes(
-        _promote(student_logits) / temperature, _promote(teacher_logits) / temperature, top_k, tail_bucket
-    )
+    student, teacher = (at_least_float32(logits) / temperature for logits in (student_logits, teacher_logits))
+    log_q, log_p = _outcomes(student, teacher, top_k, tail_bucket)
     if direction == "forward":
         value = (log_p.exp() * (log_p - log_q)).sum(-1)
     elif direction == "reverse":
@@ -176,7 +172,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=wide) if wants_head else None
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _promote(hidden[rows] @ head.t())
+            logits = at_least_float32(hidden[rows] @ head.t())
             value, gradient = chunk_loss(logits, rows, wants_hidden or wants_head)
             total += value
             if gradient is None:
@@ -330,7 +326,7 @@ def linear_kl(
     analytic = direction == "forward" and (top_k is None or top_k >= student_head.shape[0])
 
     def chunk_loss(logits: torch.Tensor, rows: slice, wants_gradient: bool):
-        teacher_logits = _promote(teacher_rows[rows] @ teacher_head.t())
+        teacher_logits = at_least_float32(teacher_rows[rows] @ teacher_head.t())
         if analytic and wants_gradient:
             return _forward_kl_with_gradient(logits, teacher_logits, temperature)
         with torch.set_grad_enabled(wants_gradient):
@@ -398,7 +394,7 @@ def linear_token_losses(
     """
 
     def of_chunk(rows: torch.Tensor, head: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(_promote(rows @ head.t()), wanted, reduction="none")
+        return nn.functional.cross_entropy(at_least_float32(rows @ head.t()), wanted, reduction="none")
 
     mask = targets != IGNORE
     chunk_size = chunk_size or default_chunk_size(head.shape[0])

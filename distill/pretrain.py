@@ -63,7 +63,10 @@ class GateConfig(StageConfig):
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate of the gate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
     steepness: float = field(default=50.0, metadata={"help": "k: how sharply a gain counts as worth a loop."})
-    worthwhile_gain: float = field(default=0.005, metadata={"help": "gamma: the gain, in nats, worth a loop half."})
+    worthwhile_gain: float = field(
+        default=0.005,
+        metadata={"help": "gamma: loss reduction (nats) at which another loop is taken with probability 1/2."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,9 +84,9 @@ class LoopLosses:
     """What a looped model says about a batch, loop by loop.
 
     Args:
-        losses (`torch.Tensor` of shape `[batch, length, loops]`): Cross-entropy in nats, 0 where nothing is asked.
+        losses (`torch.Tensor` of shape `[batch, length, loops]`): Cross-entropy in nats, 0 where there is no target.
         gate_logits (`torch.Tensor` of shape `[batch, length, loops]`): z, with exit probability sigmoid(z).
-        mask (`torch.Tensor` of shape `[batch, length]`): True where a token is asked.
+        mask (`torch.Tensor` of shape `[batch, length]`): True where there is a target.
     """
 
     losses: torch.Tensor

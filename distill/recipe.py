@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +37,28 @@ from loopergy.distill.align import AlignConfig, AlignTrainer
 from loopergy.distill.calibrate import calibrate
 from loopergy.distill.distill import DistillConfig, DistillTrainer, prepare_student
 from loopergy.distill.extend import ExtendConfig, ExtendTrainer
-from loopergy.distill.recipe_parts import (
+from loopergy.distill.recipe_settings import (
     CalibrateSettings,
     EvaluateSettings,
+    RecipeFile,
     SelectSettings,
     naming,
-    read_recipe,
     read_stage,
-    run_stages,
-    train_stage,
 )
 from loopergy.distill.report import HeldOut, Report, evaluate_heldout, gap_closed, loss_curve
 from loopergy.distill.select import Selection, select_layers, wanted_layers
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageRecord
+from loopergy.distill.stage import StageRecord
+from loopergy.distill.staged_run import PER_STAGE, StagedRun
 from loopergy.distill.teacher import num_loops, resolve_teacher, resolve_tokenizer
+from loopergy.distill.teacher_states import weights_hash
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
-from loopergy.tasks.mixture import (
-    TaskShare,
-    TextAndTasks,
-    accuracies,
-    check_entries,
-    check_lengths,
-    check_shares,
-    task_batches,
-    task_shares,
-)
-from loopergy.training.checks import check_extension, check_least, check_row_length, check_trains, check_vocabulary
-from loopergy.training.data import PackedDataset, held_out_batches
-from loopergy.training.fields import check_keys, field_names, read_fields, read_part
-from loopergy.training.processes import join_processes, shared_folder
+from loopergy.tasks.mixture import accuracies, check_entries, check_lengths, task_batches, task_shares
+from loopergy.training.checks import check_extension, check_least, check_row_length, check_vocabulary
+from loopergy.training.data import held_out_batches
+from loopergy.training.fields import read_fields, read_part
+from loopergy.training.processes import shared_folder
 
 STAGES = ("convert", "calibrate", "align", "select", "distill", "extend")
-# What a stage may have of its own.
-_PER_STAGE = ("data", "tasks")
-# What is added to a recipe's seed for the order of the documents.
-_DATA_SEEDS = {"calibrate": 0, "align": 1, "distill": 3, "extend": 4}
 STAGE_CLASSES = {
     "align": (AlignConfig, AlignTrainer),
     "distill": (DistillConfig, DistillTrainer),
@@ -79,7 +67,7 @@ STAGE_CLASSES = {
 
 
 @dataclass
-class Recipe:
+class Recipe(RecipeFile):
     """What to train, on what, and how; a YAML file with these keys.
 
     The `align`, `distill` and `extend` parts take every field of their config class (`AlignConfig`, ...), and `data`
@@ -115,8 +103,8 @@ class Recipe:
         for name, (config, _) in STAGE_CLASSES.items():
             part = getattr(self, name)
             if part is not None:
-                part = read_stage(name, part, config, _PER_STAGE)
-                part = {key: value for key, value in part.items() if value is not None or key not in _PER_STAGE}
+                part = read_stage(name, part, config, PER_STAGE)
+                part = {key: value for key, value in part.items() if value is not None or key not in PER_STAGE}
                 setattr(self, name, part)
                 check_entries(part.get("tasks", ()))
         for name, kind in (
@@ -143,21 +131,8 @@ class Recipe:
         if self.distill is None and self.extend is not None:
             raise ValueError("A recipe with `extend` needs `distill`.")
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "Recipe":
-        """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
-        check_keys(source, values, field_names(cls))
-        if "teacher" not in values:
-            raise ValueError(f"{source}: the key `teacher` is missing.")
-        return cls(**values)
 
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> "Recipe":
-        """Read a recipe from a YAML file."""
-        return cls.from_dict(read_recipe(path), str(path))
-
-
-class RecipeRun:
+class RecipeRun(StagedRun):
     """Carry out a recipe in a folder.
 
     | folder below `output_dir` | what                                                      |
@@ -175,6 +150,11 @@ class RecipeRun:
             process.
     """
 
+    stages = STAGES
+    trainers = STAGE_CLASSES
+    data_seeds = {"calibrate": 0, "align": 1, "select": 1, "distill": 3, "extend": 4}
+    row_limit = ("teacher", "a teacher for longer texts")
+
     def __init__(
         self,
         recipe: Recipe,
@@ -183,122 +163,85 @@ class RecipeRun:
         tokenizer: PreTrainedTokenizerBase | None = None,
         on_stage: Callable[[str, StageRecord], None] = lambda name, record: None,
     ):
-        self.recipe, self.folder, self.on_stage = recipe, Path(output_dir), on_stage
-        self.processes = join_processes()
+        super().__init__(recipe, output_dir, on_stage)
         self.teacher = resolve_teacher(teacher if teacher is not None else recipe.teacher, dtype=recipe.dtype)
+        self.config = self.teacher.config
         self.tokenizer = tokenizer or resolve_tokenizer(recipe.tokenizer or recipe.teacher)
         if recipe.tokenizer is not None:
-            check_vocabulary(recipe.tokenizer, len(self.tokenizer), self.teacher.config.vocab_size)
+            check_vocabulary(recipe.tokenizer, len(self.tokenizer), self.config.vocab_size)
         self.tasks = task_shares(recipe.tasks, self.tokenizer)
-        evaluate = EvaluateSettings(**recipe.evaluate)
-        self.held_out: HeldOut | None = None
-        if evaluate.num_tokens > 0:
-            self._check_rows("evaluate", evaluate.length)
-            batches = held_out_batches(
-                recipe.data,
-                self.tokenizer,
-                length=evaluate.length,
-                num_tokens=evaluate.num_tokens,
-                batch_size=evaluate.batch_size,
-                documents=recipe.documents,  # type: ignore[arg-type]
-            )
-            self.held_out = HeldOut.of(self.teacher, batches)
+        batches = self._held_out(documents=recipe.documents)
+        self.held_out = None if batches is None else HeldOut.of(self.teacher, batches)
 
     def run(self) -> Report:
         """Run what is not done yet; return the report of everything, which is written too."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
-        self._check(parts)
-        perform = lambda name: getattr(self, f"_{name}")(parts[name])  # noqa: E731
-        run_stages(self, parts, perform, order=STAGES, origin=self._origin)
+        self.run_stages()
         report = self.report()
         if self.is_main:
             report.save(self.folder)
         return report
 
-    def _check_rows(self, name: str, length: int) -> None:
-        """Refuse rows that the teacher was not made for."""
-        with naming(name):
-            check_row_length(
-                length, self.teacher.config.max_position_embeddings, "teacher", "a teacher for longer texts"
-            )
+    def student_folder(self) -> Path:
+        """Return the folder of the last stage with weights that is done."""
+        return self.model_folder()
 
-    def _check(self, parts: Mapping[str, dict[str, Any]]) -> None:
-        """Raise now what a later stage would raise after hours: settings that no stage takes."""
-        config: Any = self.teacher.config
-        for name in STAGE_CLASSES:
-            if name in parts:
-                with naming(name):
-                    self._check_training(name, parts[name])
-        if "calibrate" in parts:
-            self._check_rows("calibrate", CalibrateSettings(**parts["calibrate"]).length)
-        if "select" in parts:
-            chosen, layers = SelectSettings(**parts["select"]), config.num_hidden_layers
-            own = parse_keep_layers(parts["convert"].get("keep_layers", []), layers)
+    def _check(self) -> None:
+        super()._check()
+        if "calibrate" in self.parts:
+            self._check_rows("calibrate", CalibrateSettings(**self.parts["calibrate"]).length)
+        if "select" in self.parts:
+            chosen, layers = SelectSettings(**self.parts["select"]), self.config.num_hidden_layers
+            own = parse_keep_layers(self.parts["convert"].get("keep_layers", []), layers)
             with naming("select"):
                 wanted_layers(chosen.keep, chosen.strategy, chosen.budget_tokens, layers, own)
                 check_lengths(task_shares(chosen.tasks, self.tokenizer), chosen.length)
             self._check_rows("select", chosen.length)
 
-    def _check_training(self, name: str, settings: dict[str, Any]) -> None:
-        """Raise for settings that the trainer of a stage does not take, or not with this teacher."""
-        limit = self.teacher.config.max_position_embeddings
-        args, tasks = self._arguments(name, settings), self._tasks_of(settings)
-        check_trains(args)
-        check_shares(tasks, args.length)
+    def _check_training(self, name: str, args: Any) -> None:
+        super()._check_training(name, args)
+        limit = self.config.max_position_embeddings
         if isinstance(args, ExtendConfig) and args.extend_to is not None:
             check_extension(args.extend_to, limit)
             limit = args.extend_to
         check_row_length(args.length, limit)
         if isinstance(args, DistillConfig):
             args.schedule(0.0, num_loops(self.teacher))
-            if args.teacher_states is not None and tasks:
+            states = None if args.teacher_states is None else Path(args.teacher_states).expanduser()
+            if states is not None and states.exists() and not states.is_dir():
+                raise ValueError(f"`teacher_states` {args.teacher_states!r} is a file; give a folder.")
+            if args.teacher_states is not None and self._tasks_of(name):
                 raise ValueError(
                     f"`teacher_states` {args.teacher_states!r} are of rows of text, and this stage trains on tasks "
                     "too. Leave `teacher_states` out, or give this part `tasks: []`."
                 )
 
-    def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
-        """Return the arguments of a stage's trainer."""
-        fields = {key: value for key, value in settings.items() if key not in _PER_STAGE}
-        folder = self.folder / "checkpoints" / name
-        return STAGE_CLASSES[name][0](output_dir=str(folder), **{"seed": self.recipe.seed, **fields})
-
-    def _tasks_of(self, settings: dict[str, Any]) -> list[TaskShare]:
-        """Return the tasks that a stage trains on."""
-        return task_shares(settings["tasks"], self.tokenizer) if "tasks" in settings else self.tasks
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that writes and reports."""
-        return self.processes.is_main_process
-
-    def student_folder(self) -> Path:
-        """Return the folder of the last stage with weights that is done."""
-        done = [name for name in STAGES if name != "select" and (self.folder / name / STAGE_FILE).is_file()]
-        if not done:
-            raise FileNotFoundError(f"No stage is finished in {self.folder}.")
-        return self.folder / done[-1]
+    @cached_property
+    def _teacher_weights(self) -> str:
+        return weights_hash(self.teacher)
 
     def _origin(self, name: str) -> dict[str, Any]:
-        """Return what a stage depends on beside its own settings and the stages before."""
-        recipe, part = self.recipe, getattr(self.recipe, name)
-        origin = {key: getattr(recipe, key) for key in ("teacher", "dtype", "seed")}
-        origin["evaluate"] = dataclasses.asdict(EvaluateSettings(**recipe.evaluate))
+        recipe = self.recipe
+        origin = {key: getattr(recipe, key) for key in ("teacher", "dtype", "seed")} | super()._origin(name)
+        origin["teacher_weights"] = self._teacher_weights
         if name != "convert":
             origin |= {"data": recipe.data, "tokenizer": recipe.tokenizer, "documents": recipe.documents}
         if name in STAGE_CLASSES:
-            origin |= {key: part.get(key, getattr(recipe, key)) for key in _PER_STAGE}
+            origin |= {key: self.parts[name].get(key, getattr(recipe, key)) for key in PER_STAGE}
         return origin
 
-    def _metrics(self, name: str, seconds: float, student: LT2ForCausalLM | None) -> dict[str, Any]:
-        metrics: dict[str, Any] = {"settings": getattr(self.recipe, name), "run": self._origin(name)}
-        metrics["seconds"] = round(seconds, 2)
-        if student is not None and self.held_out is not None:
-            metrics["heldout"] = evaluate_heldout(student, self.teacher, self.held_out)
-        if student is not None and self.tasks:
-            metrics["tasks"] = accuracies(student, self.tasks)
-        return metrics
+    def _measure(self, model: LT2ForCausalLM) -> dict[str, Any]:
+        return {} if self.held_out is None else {"heldout": evaluate_heldout(model, self.teacher, self.held_out)}
+
+    def _perform(self, name: str) -> StageRecord:
+        stages: dict[str, Callable[[dict[str, Any]], StageRecord]] = {
+            "convert": self._convert,
+            "calibrate": self._calibrate,
+            "align": self._align,
+            "select": self._select,
+            "distill": self._distill,
+            "extend": self._extend,
+        }
+        return stages[name](self.parts[name])
 
     def _convert(self, settings: dict[str, Any]) -> StageRecord:
         began = time.perf_counter()
@@ -317,7 +260,7 @@ class RecipeRun:
     def _calibrate(self, settings: dict[str, Any]) -> StageRecord:
         began, chosen = time.perf_counter(), CalibrateSettings(**settings)
         student = self._load("convert")
-        batches = self._sample(chosen, _DATA_SEEDS["calibrate"])
+        batches = self._sample("calibrate", chosen)
         found = calibrate(student, self.teacher, batches, parts=chosen.parts)
         seconds = time.perf_counter() - began
         metrics = {**self._metrics("calibrate", seconds, student), "calibration": dataclasses.asdict(found)}
@@ -332,7 +275,7 @@ class RecipeRun:
                 record.save(unfinished)
         return record
 
-    def _sample(self, chosen: CalibrateSettings | SelectSettings, seed: int) -> list[dict[str, torch.Tensor]]:
+    def _sample(self, name: str, chosen: CalibrateSettings | SelectSettings) -> list[dict[str, torch.Tensor]]:
         """Return a fixed sample of the training documents."""
         return held_out_batches(
             self.recipe.data,
@@ -342,12 +285,12 @@ class RecipeRun:
             batch_size=chosen.batch_size,
             documents=self.recipe.documents,  # type: ignore[arg-type]
             split="train",
-            seed=self.recipe.seed + seed,
+            seed=self.recipe.seed + self.data_seeds[name],
         )
 
     def _align(self, settings: dict[str, Any]) -> StageRecord:
         start = "convert" if self.recipe.calibrate is None else "calibrate"
-        return self._train("align", settings, str(self.folder / start), None)
+        return self._train("align", self._load(start), None)
 
     def _select(self, settings: dict[str, Any]) -> StageRecord:
         began, chosen = time.perf_counter(), SelectSettings(**settings)
@@ -356,7 +299,7 @@ class RecipeRun:
             size = {name: getattr(chosen, name) for name in ("length", "num_tokens", "batch_size")}
             batches = task_batches(task_shares(chosen.tasks, self.tokenizer), **size, seed=self.recipe.seed)
         else:
-            batches = self._sample(chosen, 1)
+            batches = self._sample("select", chosen)
         selection = select_layers(
             student,
             self.teacher,
@@ -380,37 +323,19 @@ class RecipeRun:
         if self.recipe.select is not None:
             selection = Selection.from_json(self.folder / "select" / "selection.json")
             student, record = prepare_student(student, self.teacher, selection.kept_layers)
-        return self._train("distill", settings, student, record)
+        return self._train("distill", student, record)
 
     def _extend(self, settings: dict[str, Any]) -> StageRecord:
-        return self._train("extend", settings, str(self.folder / "distill"), None)
+        return self._train("extend", self._load("distill"), None)
 
     def _load(self, name: str) -> LT2ForCausalLM:
         return LT2ForCausalLM.from_pretrained(str(self.folder / name), dtype=self.teacher.dtype)
 
-    def _train(
-        self, name: str, settings: dict[str, Any], student: LT2ForCausalLM | str, previous: StageRecord | None
-    ) -> StageRecord:
-        """Run one stage with a trainer, or what of it an interrupted run left."""
-        args = self._arguments(name, settings)
-        seed = self.recipe.seed + _DATA_SEEDS[name]
-        data: Any = PackedDataset(
-            settings.get("data", self.recipe.data),
-            self.tokenizer,
-            args.length,
-            documents=self.recipe.documents,  # type: ignore[arg-type]
-            seed=seed,
-        )
-        if tasks := self._tasks_of(settings):
-            data = TextAndTasks(data, tasks, seed)
-        if isinstance(student, str):
-            student = self._load(Path(student).name)
-        teacher = None if isinstance(args, ExtendConfig) and args.kl_weight == 0 else self.teacher
-        return train_stage(
-            STAGE_CLASSES[name][1](student, teacher, args, data, processing_class=self.tokenizer, previous=previous),
-            self.folder / name,
-            lambda trained, seconds: self._metrics(name, seconds, trained),
-        )
+    def _train(self, name: str, student: LT2ForCausalLM, previous: StageRecord | None) -> StageRecord:
+        """Train a stage, with the teacher if its loss asks for it."""
+        unasked = name == "extend" and not self.parts[name].get("kl_weight")
+        teacher = None if unasked else self.teacher
+        return self._train_stage(name, student, teacher, previous, documents=self.recipe.documents)
 
     def _teacher_accuracies(self) -> dict[str, float]:
         """Measure the teacher on the tasks, once a run."""

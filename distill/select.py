@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from loopergy.conversion import parse_keep_layers, restore_layers
-from loopergy.distill.align import alignment_errors
+from loopergy.distill.align import aligned_layers, alignment_errors
 from loopergy.distill.losses import linear_kl
 from loopergy.distill.stage import batch_targets, kept_layers
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
@@ -133,7 +133,7 @@ class Candidates:
 
     def __init__(self, student: LT2ForCausalLM, teacher: PreTrainedModel, own_weights: bool = False):
         self.student = student
-        self.layers = [layer for layer, mixer in enumerate(student.config.layer_mixers) if mixer != "full"]
+        self.layers = aligned_layers(student)
         if not self.layers:
             raise ValueError("All layers of the student have full attention already: there is nothing to select.")
         full = restore_layers(student, teacher, self.layers, share=not own_weights)
@@ -196,20 +196,19 @@ def candidate_kls(
 
 
 def ranked(scores: Mapping[int, float]) -> list[int]:
-    """Order layers by falling score, equal scores by rising index."""
+    """Order layers by descending score, equal scores by ascending index."""
     return sorted(scores, key=lambda layer: (-scores[layer], layer))
 
 
 def _trained_kl(
     candidates: Candidates,
     teacher: PreTrainedModel,
-    training: Batches,
     batches: Batches,
     layers: Sequence[int],
     budget_tokens: int,
     learning_rate: float,
 ) -> torch.Tensor:
-    """Distil one candidate on a token budget, score it, and put the student's weights back."""
+    """Distil one candidate on a token budget, score it on the same tokens, and put the student's weights back."""
     student = candidates.student
     modules = [student, *(candidates.attention[layer] for layer in layers)]
     before = [{name: tensor.detach().clone() for name, tensor in m.state_dict().items()} for m in modules]
@@ -218,7 +217,7 @@ def _trained_kl(
             student.requires_grad_(True)
             optimizer = torch.optim.AdamW(student.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
             seen = 0
-            for batch in itertools.cycle(training):
+            for batch in itertools.cycle(batches):
                 if seen >= budget_tokens:
                     break
                 batch = {name: value.to(student.device) for name, value in batch.items()}
@@ -276,7 +275,6 @@ def select_layers(
     *,
     strategy: str = "oneshot",
     budget_tokens: int = 0,
-    training_batches: Batches | None = None,
     learning_rate: float = 1e-4,
     progress: bool = True,
 ) -> Selection:
@@ -291,7 +289,6 @@ def select_layers(
             layers, or `"all"`; with `strategy="given"`, and with no other, the layers themselves: `[3, 7]` or `"3,7"`.
         strategy (`str`, defaults to `"oneshot"`): One of `STRATEGIES`.
         budget_tokens (`int`, defaults to 0): Train each candidate on this many tokens first (`"oneshot"` only).
-        training_batches (sequence of mappings, *optional*): What to train candidates on. Default: `batches`.
         learning_rate (`float`, defaults to 1e-4): Of that training.
         progress (`bool`, defaults to `True`): Show a bar.
 
@@ -315,9 +312,9 @@ def select_layers(
         search = _Search(student, teacher, batches, selection, len(wanted) - len(own), progress)
         with search.bar:
             if budget_tokens:
-                search.trained(training_batches or batches, budget_tokens, learning_rate)
+                search.trained(budget_tokens, learning_rate)
             else:
-                getattr(search, strategy)()
+                search.run(strategy)
         chosen = selection.order[: len(wanted) - len(own)]
         selection.kept_layers = sorted({*own, *chosen})
     student.train(training)
@@ -336,6 +333,16 @@ class _Search:
         self.layers = self.candidates.layers
         self.bar = tqdm(desc="select", unit="forward", disable=not progress)
 
+    def run(self, strategy: str) -> None:
+        strategies: dict[str, Callable[[], None]] = {
+            "oneshot": self.oneshot,
+            "greedy_add": self.greedy_add,
+            "greedy_remove": self.greedy_remove,
+            "leave_one_out": self.leave_one_out,
+            "mse": self.mse,
+        }
+        strategies[strategy]()
+
     def kls(self, sets: Sequence[Sequence[int]]) -> torch.Tensor:
         return candidate_kls(self.candidates, self.teacher, self.batches, sets, self.bar.update)
 
@@ -343,13 +350,13 @@ class _Search:
         kls = self.kls([[], *([layer] for layer in self.layers)])
         self._rank_alone(kls[0], kls[1:])
 
-    def trained(self, training: Batches, budget_tokens: int, learning_rate: float) -> None:
+    def trained(self, budget_tokens: int, learning_rate: float) -> None:
         scores = []
         for layer in self.layers:
-            arguments = (self.candidates, self.teacher, training, self.batches, [layer], budget_tokens, learning_rate)
+            arguments = (self.candidates, self.teacher, self.batches, [layer], budget_tokens, learning_rate)
             scores.append(_trained_kl(*arguments))
             self.bar.update()
-        baseline = _trained_kl(self.candidates, self.teacher, training, self.batches, [], budget_tokens, learning_rate)
+        baseline = _trained_kl(self.candidates, self.teacher, self.batches, [], budget_tokens, learning_rate)
         self._rank_alone(baseline, torch.stack(scores))
 
     def _rank_alone(self, baseline: torch.Tensor, kls: torch.Tensor, sign: int = 1) -> None:

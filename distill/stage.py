@@ -113,7 +113,7 @@ class StageRecord:
 
 
 def check_previous(
-    record: StageRecord | None, student: LT2Config, allowed: tuple[str, ...], stage: str, same_layers: bool = True
+    record: StageRecord | None, student: LT2Config, allowed: tuple[str, ...], stage: str
 ) -> StageRecord:
     """Return the record of the stage before, or say why the student cannot enter this stage.
 
@@ -122,11 +122,9 @@ def check_previous(
         student (`LT2Config`): The student's config.
         allowed (`tuple[str]`): Stages that may come before.
         stage (`str`): The stage to start.
-        same_layers (`bool`, defaults to `True`): The student must have the record's config; else it may have more full
-            layers than the record.
 
     Raises:
-        StageError: No record, the wrong stage, or other layers than recorded; the text lists the differences.
+        StageError: No record, the wrong stage, or another config than recorded; the text lists the differences.
     """
     expected = " or ".join(repr(name) for name in allowed)
     if record is None:
@@ -138,12 +136,12 @@ def check_previous(
     if record.stage not in allowed:
         raise StageError(f"Stage {stage!r} continues from stage {expected}, but the student is of {record.stage!r}.")
     now, before = set(kept_layers(student)), set(record.kept_layers)
-    if (same_layers and now != before) or not before <= now:
+    if now != before:
         raise StageError(
             f"The student does not have the full-attention layers of its {STAGE_FILE}: only in the student "
             f"{sorted(now - before)}, only in the record {sorted(before - now)}."
         )
-    if same_layers and record.config_hash != config_hash(student):
+    if record.config_hash != config_hash(student):
         raise StageError(
             f"The student's config has changed since stage {record.stage!r} (hash {config_hash(student)}, recorded "
             f"{record.config_hash}), with the same full-attention layers {sorted(now)}. Load the folder as saved."
@@ -180,7 +178,7 @@ class StageConfig(TrainingArguments):
     )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
     logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Log a loss that is no number as the mean of the others; 0.0 if all are."}
+        default=False, metadata={"help": "Log a loss that is not finite as the mean of the others; 0.0 if none is."}
     )
     report_to: str | list[str] | None = field(default="none", metadata={"help": "Trackers to report to."})
     remove_unused_columns: bool = field(
@@ -192,8 +190,8 @@ class StageConfig(TrainingArguments):
     )
 
     def __post_init__(self):
-        # transformers asks for this word before it trains in bfloat16 on a CPU.
         check_arguments(self, length=2, target_tokens=1, body_learning_rate=0, loss_chunk_size=1)
+        # transformers trains in bfloat16 on a CPU only if this is set.
         self.use_cpu = self.use_cpu or (self.bf16 and not torch.accelerator.is_available())
         super().__post_init__()
         # Pinned memory without an accelerator is a warning and nothing else.
@@ -308,7 +306,7 @@ class StageTrainer(WholeCheckpointsTrainer):
         elif not isinstance(previous, StageRecord):
             previous = StageRecord.load(previous)
         if args.require_previous and self.allowed_previous:
-            check_previous(previous, student.config, self.allowed_previous, self.stage, self.same_layers)
+            check_previous(previous, student.config, self.allowed_previous, self.stage)
         self.previous = previous
         if teacher is not None:
             teacher = resolve_teacher(teacher, device=args.device)
@@ -332,8 +330,6 @@ class StageTrainer(WholeCheckpointsTrainer):
         warn_of_rounding(student)
         self._rows_before, self._step_before = 0, 0
         self._resumed_from: str | None = None
-
-    same_layers = True
 
     def build_module(self, student: LT2ForCausalLM, teacher: PreTrainedModel | None, args: StageConfig) -> StageModule:
         """Build the module whose forward is the stage's loss, with the right parameters frozen."""

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.conversion.families import check_teacher, load_teacher
+from loopergy.conversion.folders import saved_tokenizer
 
 SMOLLM2, OURO_TINY = "smollm2", "ouro-tiny"
-# What of a batch is not an input of the model.
+# Entries of a batch that are not inputs of the model.
 _NOT_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -85,21 +86,38 @@ def resolve_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
     Returns:
         `PreTrainedTokenizerBase`: The tokenizer.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: One that cannot be read.
     """
-    location = _locate(source)
-    if location.endswith(".gguf"):
-        return AutoTokenizer.from_pretrained(str(Path(location).parent), gguf_file=Path(location).name)
-    return AutoTokenizer.from_pretrained(location)
+    tokenizer = saved_tokenizer(_locate(source))
+    if tokenizer is None:
+        raise FileNotFoundError(
+            f"There is no tokenizer in {str(source)!r}, or the Hub cannot be reached. Correct the name, or give a "
+            "folder or Hub id that holds one (`tokenizer:` in a recipe)."
+        )
+    return tokenizer
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a batch the model itself takes: everything but the labels; packing arguments pass through."""
+    """Return what the model takes of a batch: everything but the labels; packing arguments pass through."""
     return {name: value for name, value in batch.items() if name not in _NOT_INPUTS and value is not None}
 
 
 def num_loops(model: PreTrainedModel) -> int:
     """Return how often the model applies its stack of layers; 1 if it has no loops."""
     return getattr(model.config, "num_loops", 1)
+
+
+def check_same_loops(student: PreTrainedModel, loops: int) -> None:
+    """Raise `ValueError` for a student with another number of loops than its teacher's `loops`."""
+    own = num_loops(student)
+    if own != loops:
+        raise ValueError(
+            f"The student has {own} loops, the teacher {loops}: each loop learns from the same loop of the teacher. "
+            "Take the teacher that the student was converted from, or convert this one."
+        )
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:

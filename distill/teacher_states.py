@@ -30,10 +30,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from loopergy.conversion.folders import replace_file
-from loopergy.distill.recipe_parts import differences
 from loopergy.distill.stage import config_hash
 from loopergy.distill.teacher import head_weight, loop_states, num_loops
 from loopergy.training.data import PackedDataset
+from loopergy.training.fields import differences
 
 if TYPE_CHECKING:
     from loopergy.distill.distill import DistillConfig
@@ -136,7 +136,7 @@ def write_teacher_states(
             f"{type(data).__name__}, dataloader_num_workers={args.dataloader_num_workers} and "
             f"max_steps={args.max_steps}. Pass such data, dataloader_num_workers=0, and target_tokens or max_steps."
         )
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     manifest = _begin(teacher, data, folder, args)
     if len(manifest["shards"]) == len(manifest["loops_of_shards"]):
@@ -248,7 +248,8 @@ class TeacherStates:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder, file = Path(folder), Path(folder) / MANIFEST_FILE
+        self.folder = Path(folder).expanduser()
+        file = self.folder / MANIFEST_FILE
         if not file.is_file():
             raise FileNotFoundError(
                 f"`teacher_states` {str(folder)!r} has no {MANIFEST_FILE}. Pass a teacher to write the states first."

@@ -75,7 +75,7 @@ __version__ = version("loopergy")
 
 logger = logging.get_logger(__name__)
 
-# One row a family: config, base model, causal language model, sequence classifier.
+# One row per family: config, base model, causal language model, sequence classifier.
 FAMILIES = (
     (OuroConfig, OuroModel, OuroForCausalLM, OuroForSequenceClassification),
     (LT2Config, LT2Model, LT2ForCausalLM, LT2ForSequenceClassification),
@@ -84,7 +84,7 @@ FAMILIES = (
     (GPTBaselineConfig, GPTBaselineModel, GPTBaselineForCausalLM, GPTBaselineForSequenceClassification),
 )
 
-# Public names of the rooms that load on first use, by the file that has them.
+# From a file of the rooms to its public names, which load on first use.
 _LAZY = {
     "loopergy.conversion.convert": ("Conversion", "convert", "restore_layers"),
     "loopergy.conversion.nrgpt_official": (

@@ -24,14 +24,14 @@ from typing import Any, TypeVar
 from transformers.utils import logging
 
 from loopergy.conversion.report import REPORT_FILE, ConversionReport
+from loopergy.distill.pretrain_recipe import REPORT_FILE as PRETRAINING_FILE
+from loopergy.distill.pretrain_recipe import STAGES as PRETRAINING_STAGES
 from loopergy.distill.recipe import STAGES
 from loopergy.distill.select import Selection
 from loopergy.distill.stage import STAGE_FILE, StageRecord
 from loopergy.energy_trace import EnergyTrace
 from loopergy.evaluation import RESULTS_FOLDER, Evaluation
 from loopergy.loading import model_config
-from loopergy.pretraining import REPORT_FILE as PRETRAINING_FILE
-from loopergy.pretraining import STAGES as PRETRAINING_STAGES
 from loopergy.tasks.training import HISTORY_FILE, History
 
 logger = logging.get_logger(__name__)
@@ -54,7 +54,7 @@ _Read = TypeVar("_Read")
 
 
 def kept_files(source: Path) -> dict[str, Path]:
-    """Find what belongs to a model and stands beside its weights, or elsewhere in the run that it is a stage of.
+    """Find what belongs to a model and lies beside its weights, or elsewhere in the run that it is a stage of.
 
     Args:
         source (`Path`): Folder of a model; if it is a stage of a run, the run's conversion report and selection count

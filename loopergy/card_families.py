@@ -110,7 +110,7 @@ CARD_FAMILIES = {
 
 
 def family_limits(config: Any) -> list[str]:
-    """Return what a model of this config cannot do, or does with a price, one sentence or two each."""
+    """Return what a model of this config cannot do, or does at a price, in one or two sentences each."""
     limits = []
     kind = config.model_type
     recurrent = sorted(set(getattr(config, "layer_mixers", None) or ()) & set(LINEAR_MIXERS))

@@ -119,7 +119,7 @@ def card_sections(
 
 
 def public_teacher(facts: CardFacts) -> tuple[str | None, str | None]:
-    """Return what the model was made from, as may be published, and its Hub id if it has one."""
+    """Return what the model was made from, as it may be published, and its Hub id if it has one."""
     names = [facts.report.get("teacher", {}).get("name"), facts.conversion and facts.conversion.teacher["source"]]
     known = [str(name) for name in names if name and name != "memory"]
     if not known:
@@ -247,7 +247,7 @@ def _pretraining(facts: CardFacts) -> dict[str, Any]:
 
 
 def public_data(facts: CardFacts) -> str | None:
-    """Return the source of the text, as may be published."""
+    """Return the source of the text, as it may be published."""
     data = facts.report.get("data") or facts.pretraining.get("data")
     return data and public_name(data)
 

@@ -28,6 +28,7 @@ from loopergy.cli_options import (
 from loopergy.cli_pretrain import RECIPE_HELP, RUN_HELP, pretrain
 from loopergy.cli_recipes import recipes
 from loopergy.cli_tasks import task_app
+from loopergy.stage_printer import print_stage
 
 app = typer.Typer(
     name="loopergy",
@@ -106,7 +107,7 @@ def convert(
     from loopergy.conversion.exact_formats import convert_format, is_lt2_elsewhere
     from loopergy.conversion.folders import check_new_folder
 
-    check_new_folder(output, overwrite=overwrite)
+    check_new_folder(output, overwrite=overwrite, source=teacher)
     loading, options = {"dtype": dtype, "revision": revision}, settings(option)
     if flags := sorted({"keep_layers", "mixer", "seed", "overwrite", *loading} & set(options)):
         raise ValueError(f"--set {', '.join(flags)}: give it as a flag, --{flags[0].replace('_', '-')}")
@@ -162,7 +163,7 @@ def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str,
         ValueError: No teacher is named, or a stage before this one is not done.
     """
     from loopergy.distill.recipe import STAGES, Recipe
-    from loopergy.distill.recipe_parts import read_recipe
+    from loopergy.distill.recipe_settings import read_recipe
     from loopergy.distill.stage import StageRecord
     from loopergy.recipes import find_recipe
 
@@ -177,10 +178,10 @@ def stage_recipe(stage: str, folder: Path, recipe: Path | None, flags: dict[str,
         record = StageRecord.load(folder / earlier)
         if record is not None:
             changes[earlier] = record.metrics["settings"]
-        elif earlier == "select" and asked.get("select") is not None:
+        elif earlier == "select" and stage == "distill" and asked.get("select", {}) is not None:
             raise ValueError(
-                f"stage 'select' of the recipe is not done in {folder}: run `loopergy select -r {recipe} -o {folder}` "
-                "first, or leave `select` out of the recipe"
+                f"stage 'select' is not done in {folder}: run `loopergy select` with the same options first, or give "
+                "a recipe with `select: null` to keep no layer"
             )
         elif earlier == "select" or (earlier == "calibrate" and stage != "align"):
             changes[earlier] = None
@@ -199,23 +200,15 @@ def run_stage(
     """Run one stage of a run."""
     from loopergy.distill.recipe import RecipeRun
 
-    run_and_report(RecipeRun(stage_recipe(stage, folder, recipe, flags, settings(pairs)), folder, on_stage=show_stage))
+    whole = stage_recipe(stage, folder, recipe, flags, settings(pairs))
+    run_and_report(RecipeRun(whole, folder, on_stage=print_stage))
 
 
 def run_and_report(job: Any) -> None:
-    """Run a recipe; one process of those that run it says where the report is."""
+    """Run a recipe; only the main process says where the report is."""
     job.run()
     if job.is_main:
         typer.echo(f"report: {job.folder / 'report.html'}")
-
-
-def show_stage(name: str, record: Any) -> None:
-    """Print one line about a stage that is done."""
-    heldout = record.metrics.get("heldout") or {}
-    parts = [f"{name:<8}", f"{record.tokens_seen:>12,} tokens", f"{record.metrics.get('seconds', 0):>8,.0f} s"]
-    parts += [f"held-out KL {heldout['kl']:.3f}, perplexity {heldout['perplexity']:.2f}"] if heldout else []
-    parts += [f"kept layers {record.kept_layers}"] if name == "select" else []
-    typer.echo("  ".join(parts))
 
 
 @app.command(epilog=example("loopergy align --teacher smollm2 -o runs/smollm2 --set target_tokens=1_000_000"))
@@ -283,7 +276,7 @@ def run(
     from loopergy.recipes import find_recipe
 
     values = with_settings(vars(Recipe.from_yaml(find_recipe(recipe))), settings(option))
-    run_and_report(RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=show_stage))
+    run_and_report(RecipeRun(Recipe.from_dict(values, str(recipe)), output, on_stage=print_stage))
 
 
 app.command(epilog=example("loopergy pretrain ouro-10m -o runs/ouro-10m --set pretrain.target_tokens=100_000"))(
@@ -311,8 +304,7 @@ def generate(
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
     from loopergy.conversion.whole_loading import checked_dtype, load_whole
-    from loopergy.evaluation import check_run_options
-    from loopergy.loading import checked_device, found_model
+    from loopergy.loading import check_run_options, checked_device, found_model
     from loopergy.tasks.vocabulary import encode
 
     set_seed(seed)
@@ -457,7 +449,7 @@ def serve(
 
 
 def message_of(error: Exception) -> str | None:
-    """Return one line on an error that input or the machine can cause; None for one that is a defect of ours."""
+    """Return one line on an error that input or the machine can cause; None for one that is a bug of ours."""
     import yaml
     from huggingface_hub.errors import HTTPError, StrictDataclassError
     from safetensors import SafetensorError
@@ -465,7 +457,7 @@ def message_of(error: Exception) -> str | None:
     line = " ".join(str(error).split())
     if isinstance(error, ValueError | OSError | ImportError):
         return line
-    # These libraries' errors are no `ValueError`.
+    # These libraries' errors are not `ValueError`s.
     if isinstance(error, SafetensorError):
         if line.startswith("Error while serializing"):
             return f"a .safetensors file cannot be written: {line}"
@@ -478,7 +470,7 @@ def message_of(error: Exception) -> str | None:
 
 
 def main() -> None:
-    """Run the command. An error that the library raises on purpose is one line and exit code 2, not a traceback."""
+    """Run the command. An error raised on purpose becomes one line and exit code 2, not a traceback."""
     try:
         app()
     except Exception as error:

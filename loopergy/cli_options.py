@@ -3,12 +3,13 @@
 
 import dataclasses
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+
+from loopergy.training.yaml_values import yaml_value
 
 _Place = TypeVar("_Place", str, Path, None)
 DTYPE_HELP = "float32, bfloat16, float16 or float64; by default that of the weights."
@@ -63,18 +64,6 @@ def settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
     return values
 
 
-def yaml_value(text: str) -> Any:
-    """Read a YAML value; unlike in YAML 1.1, `1e-4` is a number and `None` is nothing."""
-    import yaml
-
-    if text.strip() == "None":
-        return None
-    value = yaml.safe_load(text)
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
-        return float(value)
-    return value
-
-
 def example(line: str) -> str:
     """Return the epilog that shows one working call of a verb."""
     return f"Example:  [bold]{line}[/bold]"
@@ -97,7 +86,7 @@ def print_fields(kind: type) -> None:
 
 
 def list_fields(context: typer.Context, wanted: bool) -> None:
-    """Print what `--set` of a verb takes and stop, before what else the verb needs is asked for."""
+    """Print what a verb's `--set` takes and stop, before anything else that the verb needs is asked for."""
     if not wanted:
         return
     from loopergy.distill.recipe import STAGE_CLASSES, SelectSettings

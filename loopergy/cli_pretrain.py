@@ -2,11 +2,12 @@
 """The verb `loopergy pretrain`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from loopergy.cli_options import Settings, expanded, settings, with_settings
+from loopergy.stage_printer import print_stage
 
 RECIPE_HELP = "YAML recipe, or the name of one that `loopergy recipes` lists."
 RUN_HELP = "Folder of the run: one subfolder a stage."
@@ -18,22 +19,11 @@ def pretrain(
     option: Settings = None,
 ) -> None:
     """Train a small Ouro from nothing: tokenizer, Ouro's own objective, exit gate; what was interrupted goes on."""
-    from loopergy.pretraining import PretrainRecipe, PretrainRun
+    from loopergy.distill.pretrain_recipe import PretrainRecipe, PretrainRun
     from loopergy.recipes import find_recipe
 
     values = with_settings(vars(PretrainRecipe.from_yaml(find_recipe(recipe))), settings(option))
-    job = PretrainRun(PretrainRecipe.from_dict(values, str(recipe)), output, on_stage=_show)
+    job = PretrainRun(PretrainRecipe.from_dict(values, str(recipe)), output, on_stage=print_stage)
     job.run()
     if job.is_main:
         typer.echo(f"model: {job.model_folder()}")
-
-
-def _show(name: str, record: Any) -> None:
-    measured, loops = "", record.metrics.get("loops")
-    if loops is not None:
-        perplexity = ", ".join(f"{value:.1f}" for value in loops["loop_perplexity"])
-        measured = f"  held-out perplexity by loop {perplexity}, mean exit after loop {loops['mean_exit']:.2f}"
-    accuracy = "".join(f", {task} {value:.2f}" for task, value in record.metrics.get("tasks", {}).items())
-    typer.echo(
-        f"{name:<8}  {record.tokens_seen:>12,} tokens  {record.metrics['seconds']:>8,.0f} s{measured}{accuracy}"
-    )

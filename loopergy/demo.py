@@ -12,13 +12,11 @@ after, decoding speed, a reload in a fresh process, and a report. Two teachers:
 
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,19 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel, pipeline, set_seed
 
 from loopergy.conversion.folders import new_folder
+from loopergy.distill.pretrain_recipe import PretrainRecipe, pretrain
 from loopergy.distill.recipe import Recipe, RecipeRun
 from loopergy.distill.report import Report, measure_decoding
 from loopergy.distill.stage import StageRecord
 from loopergy.distill.teacher import resolve_teacher, resolve_tokenizer, smollm2_file
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
-from loopergy.pretraining import PretrainRecipe, pretrain
+from loopergy.recipes import recipe_files
+from loopergy.stage_printer import stage_numbers
+
+try:
+    import resource
+except ImportError:  # Windows has no such module
+    resource = None
 
 TEACHERS = ("auto", "smollm2", "ouro-tiny")
 _CONTEXTS = {"smollm2": (256, 512, 1024, 2048), "ouro-tiny": (256, 1024, 4096, 8192)}
@@ -55,14 +60,12 @@ _SAME_IN_PYTHON = {
 
 def demo_recipe(kind: str) -> Recipe:
     """Read the recipe `recipes/demo-<kind>.yaml`, which travels with the package."""
-    with as_file(files("loopergy.recipes") / f"demo-{kind}.yaml") as file:
-        return Recipe.from_yaml(file)
+    return Recipe.from_yaml(recipe_files()[f"demo-{kind}"])
 
 
 def teacher_recipe() -> PretrainRecipe:
     """Read the recipe of the tiny Ouro, `recipes/ouro-tiny.yaml`."""
-    with as_file(files("loopergy.recipes") / "ouro-tiny.yaml") as file:
-        return PretrainRecipe.from_yaml(file)
+    return PretrainRecipe.from_yaml(recipe_files()["ouro-tiny"])
 
 
 def choose_teacher(teacher: str) -> str:
@@ -107,16 +110,18 @@ def reload_elsewhere(folder: Path, prompt: str) -> str:
 
 def _narrator(console: Console) -> Callable[[str, StageRecord], None]:
     def on_stage(name: str, record: StageRecord) -> None:
-        heldout = record.metrics.get("heldout") or {}
-        numbers = f"{record.metrics.get('seconds', 0):.0f} s"
-        if heldout:
-            numbers += f", held-out KL {heldout['kl']:.3f}, perplexity {heldout['perplexity']:.1f}"
-        if name == "select":
-            numbers += f", kept layers {record.kept_layers}"
-        console.print(f"[bold]{name}[/bold]  {numbers}", highlight=False)
+        console.print(f"[bold]{name}[/bold]  " + "  ".join(stage_numbers(record)), highlight=False)
         console.print(f"    [dim]{_SAME_IN_PYTHON[name]}[/dim]", highlight=False)
 
     return on_stage
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has held; 0 where the system does not tell, as on Windows."""
+    if resource is None:
+        return 0
+    # macOS counts in bytes, others in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -132,14 +137,14 @@ def _link(source: Path, target: Path) -> None:
         shutil.copytree(source, unfinished, copy_function=link, dirs_exist_ok=True)
 
 
-def run_demo(teacher: str = "auto", output: str | Path = "demo") -> Report:
+def run_demo(teacher: str = "auto", output: str | Path = "demo-output") -> Report:
     """Convert, align, select, distil and extend a small model, and write `report.html`, `report.json` and the student.
 
     Run again with the same folder, it goes on where it was interrupted.
 
     Args:
         teacher (`str`, defaults to `"auto"`): `"smollm2"`, `"ouro-tiny"`, or `"auto"` for the first that is there.
-        output (`str` or `Path`, defaults to `"demo"`): Gets the report, `student`, and one folder a stage.
+        output (`str` or `Path`, defaults to `"demo-output"`): Gets the report, `student`, and one folder a stage.
 
     Returns:
         `Report`: What was measured.
@@ -176,7 +181,7 @@ def run_demo(teacher: str = "auto", output: str | Path = "demo") -> Report:
     )
     report.student["parameters"] = student.num_parameters()
     report.seconds = time.perf_counter() - began
-    report.peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report.peak_memory_bytes = peak_memory_bytes()
     report.environment = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -185,9 +190,9 @@ def run_demo(teacher: str = "auto", output: str | Path = "demo") -> Report:
         "device": str(model.device),
     }
     _, page = report.save(folder)
-    kl = report.heldout_kl
+    kl, memory = report.heldout_kl, report.peak_memory_bytes
     console.print(
-        f"[bold]done[/bold]  {report.seconds / 60:.1f} min, {report.peak_memory_bytes / 2**30:.1f} GiB; held-out KL "
+        f"[bold]done[/bold]  {report.seconds / 60:.1f} min{f', {memory / 2**30:.1f} GiB' * (memory > 0)}; held-out KL "
         f"{kl['converted']:.2f} after conversion, {kl['distilled']:.2f} after distillation\n"
         f"    report {page}\n    student {folder / 'student'}",
         highlight=False,

@@ -4,7 +4,6 @@
 The model is built without memory for its weights and run on shapes, so that the numbers are those of the code.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import loopergy
+from loopergy.conversion.report import number_ranges
 from loopergy.loading import auto_class, model_config
 from loopergy.modeling.learned_positions import WindowedGenerationMixin
 
@@ -41,7 +41,7 @@ class SlotCost:
     fixed_bytes: int
 
     def bytes_at(self, context: int) -> int:
-        """Return the bytes at a context of so many tokens."""
+        """Return the bytes that it holds when `context` tokens are cached."""
         held = context if self.window is None else min(context, self.window)
         return self.fixed_bytes + self.bytes_per_token * held
 
@@ -187,7 +187,7 @@ def _size(tensors: list[Any]) -> int:
 
 
 def _decode_flops(model: Any, token: torch.Tensor, cache: Any, context: int, run: dict) -> int:
-    """Count the arithmetic of one more token after the cached one has been made `context` long."""
+    """Count the arithmetic of decoding one more token, with the one cached token repeated `context` times."""
     from torch.utils.flop_counter import FlopCounterMode
 
     for layer in cache.layers:
@@ -241,25 +241,14 @@ def slot_table(config: Any, cost: ModelCost) -> list[str]:
         note = f"window {window:,}" if window else "whatever the length" if fixed and not per_token else ""
         each, count = slot.bytes_at(cost.context), len(passes) * len(members)
         lines.append(
-            f"  {word} {_ranges(passes):<8} layers {_ranges(members):<24} {mixer:<9}"
+            f"  {word} {number_ranges(passes):<8} layers {number_ranges(members):<24} {mixer:<9}"
             f"{format_bytes(each):>12} each, {format_bytes(each * count)} in all{', ' if note else ''}{note}"
         )
     return lines
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Write whole numbers as `0-3, 5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def format_bytes(count: int) -> str:
-    """Write a number of bytes in the largest unit of which there is one."""
+    """Write a number of bytes in the largest unit that it fills at least once."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:,.2f} {unit}"

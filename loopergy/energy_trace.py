@@ -101,7 +101,7 @@ class EnergyTrace:
         return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draw one row a part: mean energy over steps, the change of each token, the share that rises.
+        """Draw one row per part: mean energy over steps, the change of each token, the share that rises.
 
         Args:
             path (*optional*): where to write the picture; its ending gives the format. Folders above it are made.

@@ -26,7 +26,7 @@ _PACKAGE = "loopergy."
 
 @dataclass(frozen=True)
 class FamilyCode:
-    """Know which files a family consists of, and what transformers' Auto classes call its classes.
+    """The files that a family consists of, and the names of its classes in transformers' Auto classes.
 
     Args:
         classes (`dict[str, type]`): Auto class to the class that it stands for, `AutoConfig` included.
@@ -61,7 +61,7 @@ class FamilyCode:
         return {f"{name}.py": text + ends.get(name, "") for name, text in texts.items()}
 
 
-# Config class to the code of its family.
+# From a config class to the code of its family.
 _FAMILIES: dict[type, FamilyCode] = {}
 
 
@@ -103,7 +103,7 @@ def _write_code(config: Any, folder: Path) -> None:
     try:
         files = code.files
     except ValueError as error:
-        # Weights must not be lost over this.
+        # The weights must be saved in any case.
         logger.warning_once(f"{folder} is saved without code, so it loads only where loopergy is installed: {error}")
         return
     config.auto_map = dict(code.auto_map)

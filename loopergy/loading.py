@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Look at what a verb was given before anything is loaded: the model's name, what its folder holds, the device."""
+"""Check what a verb was given before anything is loaded: the model's name, its folder, loops, steps and device."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def model_config(name: str | Path) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the Auto class of what a config was saved with; `AutoModelForCausalLM` where it does not tell."""
+    """Return the Auto class of what a config was saved with; `AutoModelForCausalLM` where the config does not say."""
     (kind,) = (config.architectures or [""])[:1]
     if kind.endswith("ForSequenceClassification"):
         return AutoModelForSequenceClassification
@@ -62,6 +62,26 @@ def check_whole(source: str) -> None:
         ConversionError: With the names of the tensors that do not fit.
     """
     load_whole(AutoModelForCausalLM, source, device_map="meta")
+
+
+def check_run_options(model: str | Path, num_loops: int | None = None, num_steps: int | None = None) -> None:
+    """Raise `ValueError` for loops or steps that a saved model does not have; only its config is read.
+
+    Args:
+        model (`str` or `Path`): Folder or Hub id.
+        num_loops, num_steps (`int`, *optional*): What was asked for.
+    """
+    loops, steps = ("num_loops", num_loops, "ouro and lt2"), ("num_steps", num_steps, "cem_llama and nrgpt")
+    for name, value, families in (loops, steps):
+        if value is None:
+            continue
+        config = model_config(model)
+        if not hasattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{name}={value} ({flag}): a model of type {config.model_type!r} has no such setting; "
+                f"those of type {families} have. Leave it out."
+            )
 
 
 def checked_device(name: str | None = None) -> torch.device:

@@ -93,7 +93,7 @@ def write_card(
 
 
 def is_edited(card: Path) -> bool:
-    """Say whether a card is there that is not, byte for byte, one that `write_card` wrote."""
+    """Say whether there is a card that is not, byte for byte, what `write_card` wrote."""
     if not card.is_file():
         return False
     try:
@@ -109,7 +109,7 @@ def _marked(text: str) -> str:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    """Read the head of a card that is to be replaced; of one that cannot be read, nothing."""
+    """Read the metadata of a card that is to be replaced; nothing if they cannot be read."""
     try:
         return ModelCard.load(card).data.to_dict() if card.is_file() else {}
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
@@ -188,7 +188,7 @@ def hub_results(evaluations: Sequence[Evaluation]) -> dict[str, EvalResultEntry]
 
 
 def _write_results(folder: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write one YAML file a result, and remove those of results that are gone; files of others stay."""
+    """Write one YAML file per result, and remove those of results that are gone; files of others stay."""
     entries = hub_results(evaluations)
     for file in folder.glob("*.yaml"):
         if file.stem not in entries and file.read_text(encoding="utf-8").startswith(_RESULTS_MARK):

@@ -51,7 +51,7 @@ def copy_public(files: Mapping[str, Path], folder: Path) -> None:
 
 
 def _strings(values: Any) -> Iterator[str]:
-    """Yield the strings of a JSON value that name something; long ones are texts, and no name of a file."""
+    """Yield the strings of a JSON value that name something; long ones are texts, not names of files."""
     if isinstance(values, str):
         if len(values) < 1024 and "\n" not in values:
             yield values

@@ -14,10 +14,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from loopergy.modeling.kernels.precision import at_least_float32
 
-def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` in float32, or unchanged in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+__all__ = ["ExactLinear", "GatedMLP", "RMSNorm", "RotaryEmbedding", "at_least_float32", "rotate"]
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +54,7 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
         config: reads `rope_parameters`, `head_dim` and `max_position_embeddings`.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any):  # of any family, which the parent does not declare
         super().__init__(config)
 
     @dynamic_rope_update
@@ -71,6 +70,17 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (m, m + d / 2) of the last dimension; with -sin, apply the transpose.
+
+    Args:
+        x (`torch.Tensor` of shape (..., d)).
+        cos, sin (`torch.Tensor`, broadcastable to (..., d / 2)): scaled tables of the first half.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class GatedMLP(nn.Module):

@@ -19,10 +19,10 @@ from transformers.activations import SiLUActivation
 
 from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
 from loopergy.modeling.kernels.interaction_attention import Chunk, attend_head_by_head, fits
-from loopergy.modeling.kernels.segments import is_traced
+from loopergy.modeling.kernels.tracing import is_traced
 from loopergy.modeling.tied_projection import at_hand
 
-# Queries that attend at once where weights are formed: later keys are left out, and the weights stay in the CPU cache.
+# Queries per chunk where attention weights are formed: later keys are skipped, and the weights fit the CPU cache.
 QUERY_CHUNK = 128
 
 
@@ -131,7 +131,7 @@ class EnergyDescent(nn.Module):
         steps = getattr(self.config, self.steps_field) if num_steps is None else num_steps
         size = self.initial_step_size if self.step_size is None else self.step_size
         size = size / steps if self.divide_by_steps else size
-        # Summed apart from the start, which would cost digits.
+        # Summed without the starting point, which would cost precision.
         moved: Any = None
         point, energies = features, []
         for step in range(steps):
@@ -167,17 +167,6 @@ def pull_back(norm: RMSNorm, x: torch.Tensor, gradient: torch.Tensor) -> torch.T
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     hat = wide * inverse
     return (inverse * (scaled - hat * (hat * scaled).mean(-1, keepdim=True))).to(x.dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (m, m + d / 2) of the last dimension; with -sin, apply the transpose.
-
-    Args:
-        x (`torch.Tensor` of shape (..., d)).
-        cos, sin (`torch.Tensor`, broadcastable to (..., d / 2)): scaled tables of the first half.
-    """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -231,7 +220,7 @@ def interaction_scores(
         diagonal ([`DiagonalPart`], *optional*).
         temperature (`float`): tau.
         rows (`slice`), reach (`int`): which queries, and how many keys.
-        mask (*optional*): what they must not see, see [`visible_scores`].
+        mask (*optional*): see [`visible_scores`].
 
     Returns:
         `torch.Tensor` of shape (B, H, rows, reach), which nothing else refers to.
@@ -244,18 +233,18 @@ def interaction_scores(
         return visible_scores(scores, mask)
     shared = diagonal.scores(rows, reach, temperature)
     if mask is None:
-        # Hidden before it is added to every head: each query sees itself, so that no row is hidden whole.
+        # Masked before it is added to every head; each query sees itself, so no row is masked entirely.
         return scores.add_(visible_scores(shared, None))
     return visible_scores(scores.add_(shared), mask)
 
 
 def visible_scores(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Hide what a query must not see, by the lowest finite number: a row that sees nothing stays finite.
+    """Mask scores with the lowest finite number, so that a row that sees nothing stays finite.
 
     Args:
         scores (`torch.Tensor` of shape (B, H, S, L)), overwritten where nothing needs it.
         mask (`torch.Tensor`, broadcastable to it, *optional*): True where visible, or a number to be added. `None`
-            hides the keys behind each query, whose own key is the last for the last one.
+            hides the later keys of each query; the last key is that of the last query.
     """
     if mask is not None and mask.dtype != torch.bool:
         return at_least_float32(scores) + mask
@@ -279,11 +268,11 @@ def query_chunks(
         total (`int`): keys L.
         mask (`torch.Tensor` of shape (B, 1 or H, S, L), *optional*): see [`visible_scores`]. Without one query i sees
             keys 0 to i, the rest of L being room in a static cache, and a lone query sees all.
-        causal (`bool`): the mask hides all keys behind a query. The last query's own key is then taken to be the
-            last, which reaches too far in a static cache, where the mask cuts.
+        causal (`bool`): the mask hides all later keys from each query. The last key is then taken to be that of the
+            last query; in a static cache, whose end is empty, this keeps too many keys, and the mask hides these.
         chunk (`int`): queries in a chunk.
     """
-    # Counted, as a compiled program then serves all lengths of as many chunks; an exported one serves all lengths.
+    # A compiled program then serves all lengths with this many chunks, and an exported one all lengths.
     count = 1 if torch.compiler.is_exporting() else -(-length // chunk)
     for index in range(count):
         start, end = index * chunk, length if index + 1 == count else (index + 1) * chunk
@@ -357,7 +346,7 @@ def _heads_together(
 
 
 def _weights(scores: torch.Tensor) -> torch.Tensor:
-    """Return the softmax over the last dimension, in float32 at least; in the scores' place where that can be."""
+    """Return the softmax over the last dimension, in float32 at least; overwrites the scores where possible."""
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if scores.dtype == dtype and scores.device.type == "cpu" and not scores.requires_grad and not is_traced():
         return torch.softmax(scores, dim=-1, out=scores)
@@ -408,9 +397,9 @@ def elementwise_energy(
 def potential(activation: Callable[[torch.Tensor], torch.Tensor], z: torch.Tensor) -> torch.Tensor:
     r"""Return \(\Phi(z) = \int_0^z \phi(s)\,ds\) of an activation, elementwise, by Gauss-Legendre quadrature.
 
-    For SiLU the integrand that is left after taking out the quadratic part fades beyond 40, so that the result is
-    exact to 1e-9 for all z, and to 1e-14 for |z| < 10. Those of transformers are
-    exact to 1e-9 for |z| < 30, except where there is a kink away from 0 (hardswish: 1e-4 at |z| = 5, 1e-3 from 10 on).
+    SiLU is split into relu and a remainder that vanishes beyond |z| = 40, so that the result is exact to 1e-9 for all
+    z, and to 1e-14 for |z| < 10. For the other activations of transformers it is exact to 1e-9 for |z| < 30, except
+    for those with a kink away from 0 (hardswish: 1e-4 at |z| = 5, 1e-3 from 10 on).
     """
     if isinstance(activation, nn.SiLU | SiLUActivation) or activation is nn.functional.silu:
         fading = _integral(lambda s: s * torch.sigmoid(-s), z.abs().clamp(max=40.0))
@@ -433,4 +422,4 @@ def _gauss_legendre(count: int = 80) -> list[tuple[float, float]]:
     return list(zip(((nodes + 1) / 2).tolist(), vectors[0].square().tolist(), strict=True))
 
 
-_NODES = _gauss_legendre()  # made here, as a compiler does not see through it
+_NODES = _gauss_legendre()  # computed at import: torch.compile cannot trace it

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""What a causal model without loops derives from its inputs once per forward, and the cache it generates with."""
+"""What a causal model without loops derives from its inputs once per forward: positions, masks and documents."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +8,10 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 
-from loopergy.configuration.checked_fields import check_count
-from loopergy.modeling.cached_generation import RoomyGenerationMixin
 from loopergy.modeling.continuous_batching import is_paged
 from loopergy.modeling.looped_cache import check_not_packed, with_growing_layers
-from loopergy.modeling.looped_inputs import Documents, check_inputs, default_positions, find_documents
+from loopergy.modeling.looped_inputs import Documents, check_inputs, default_positions, find_documents, same_document
+from loopergy.modeling.uneven_caches import PagedHalves
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class CausalInputs:
         cache (`Cache`, *optional*): the cache to write to.
         past (`int` or `torch.Tensor`): tokens in it.
         position_ids (`torch.LongTensor` of shape (batch or 1, length)).
-        attention_mask: the padding mask, or a mask ready for use, or `None`.
-        ready (`bool`): the caller made the mask, and it says all: it may show keys behind a query.
+        attention_mask: the padding mask, or a complete mask, or `None`.
+        ready (`bool`): `attention_mask` is a complete mask, used unchanged; it need not be causal.
         real (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding among the new tokens.
         documents ([`Documents`], *optional*): packed documents.
     """
@@ -45,24 +44,24 @@ def read_causal_inputs(
     position_ids: torch.Tensor | None,
     cache: Cache | None,
     use_cache: bool | None,
-    borders: dict,
+    **kwargs: Any,
 ) -> CausalInputs:
     """Check the arguments of a forward and derive from them what all layers or steps share.
 
     Args:
-        config: sizes a new cache; its `cache_widths`, if it has them, say what a filled one holds.
+        config: sizes a new cache; its `cache_widths`, if it has them, are those of a cache that it has filled.
         inputs_embeds (`torch.Tensor` of shape (batch, length, hidden_size)): the new tokens.
         attention_mask, position_ids, cache, use_cache: as the model got them.
-        borders (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
+        **kwargs: the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark packed documents.
 
     Raises:
-        ValueError: as [`check_inputs`], for packed documents together with a cache, and for a cache that something
-            else filled.
+        ValueError: as [`check_inputs`], for packed documents together with a cache, and for a cache that another
+            model filled.
     """
     shape, paged = inputs_embeds.shape[:2], is_paged(cache)
     past = 0 if cache is None or paged else cache.get_seq_length()
     padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
-    # A ready mask says all: those of `generate` come with positions that restart at padding.
+    # A complete mask marks documents itself; those of `generate` come with positions that restart at padding.
     ready = attention_mask is not None and padding is None
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask["full_attention"]
@@ -73,7 +72,7 @@ def read_causal_inputs(
         cache = PagedHalves(cache)  # pyright: ignore[reportAssignmentType]
     else:
         marks = None if ready else position_ids
-        documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
+        documents = find_documents(shape, marks, real, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
     if cache is not None:
         check_not_packed(documents is not None)
         check_widths(cache, getattr(config, "cache_widths", None))
@@ -94,25 +93,24 @@ def causal_mask(config: Any, inputs_embeds: torch.Tensor, inputs: CausalInputs) 
     """
     if inputs.ready or isinstance(inputs.cache, PagedHalves):
         return inputs.attention_mask
-    ids = None if inputs.documents is None else inputs.documents.ids
     return create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=inputs.attention_mask,
         cache=inputs.cache,
-        and_mask_function=None if ids is None else lambda row, head, query, key: ids[row, query] == ids[row, key],
+        and_mask_function=None if inputs.documents is None else same_document(inputs.documents.ids),
     )
 
 
 def check_widths(cache: Any, widths: tuple[int, int, int] | None) -> None:
-    """Refuse a cache whose first slot holds something else than the model keeps.
+    """Refuse a cache whose first slot does not hold what the model keeps.
 
     Args:
-        cache: the caller's.
-        widths: heads, and the widths of a head in the two halves of a slot; `None` if they are those of any model.
+        cache: the caller's cache.
+        widths: number of heads, and the widths of a head in the two halves of a slot; `None` skips the check.
 
     Raises:
-        ValueError: if they differ from those found.
+        ValueError: if the cache has other widths.
     """
     layers = getattr(cache, "layers", None) or [None]
     keys, values = (getattr(layers[0], half, None) for half in ("keys", "values"))
@@ -127,50 +125,4 @@ def check_widths(cache: Any, widths: tuple[int, int, int] | None) -> None:
         )
 
 
-class PagedHalves:
-    """Stand before a paged cache, whose halves are equally wide: write the keys twice where there is nothing else.
-
-    Args:
-        cache: the cache of continuous batching.
-    """
-
-    def __init__(self, cache: Any):
-        self.cache = cache
-
-    def update(
-        self, keys: torch.Tensor, others: torch.Tensor, slot: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and others, each [1, heads, new, dim]; return those of all requests of the batch."""
-        return self.cache.update(keys, others if others.shape[-1] else keys, slot, kwargs=kwargs)
-
-
-class UnevenGenerationMixin(RoomyGenerationMixin):
-    """Prepare caches whose two halves differ in width, the second of which may be empty."""
-
-    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
-        if generation_config.cache_implementation == "quantized":
-            raise ValueError(
-                "cache_implementation='quantized' stores keys and values of equal width, and this model keeps one "
-                "tensor a token, or two that differ. Leave cache_implementation out to use the default cache."
-            )
-        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
-
-    def cache_config(self, model_kwargs: dict) -> Any:
-        """Return the config, which describes the cache for any number of steps of at least 1."""
-        if model_kwargs.get("num_steps") is not None:
-            check_count("num_steps", model_kwargs["num_steps"], "the config's")
-        return self.config
-
-    def paged_obstacle(self) -> str | None:
-        """Name the second tensor beside the keys if it is of another width."""
-        config = self.config
-        if config.has_diagonal and config.num_key_value_heads * config.head_dim != config.hidden_size:
-            return (
-                "its paged cache holds two tensors of one width, and with a diagonal this model keeps keys of width "
-                f"{config.num_key_value_heads * config.head_dim} and features of width {config.hidden_size}."
-            )
-        return None
-
-    def _get_static_cache_init_shape(self) -> None:
-        """Leave a static cache to be sized by what is first written to it."""
-        return
+__all__ = ["CausalInputs", "causal_mask", "check_widths", "read_causal_inputs"]

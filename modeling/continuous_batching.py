@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousMixin
 
 # How deep to compute: all that a caller may choose for every request of a manager.
-DEPTH_ARGUMENTS = ("num_loops", "num_steps", "exit_threshold", "use_weighted_exit")
+DEPTH_ARGUMENTS = ("num_loops", "num_steps", "exit_at_step", "exit_threshold", "use_weighted_exit")
 
 
 def is_paged(cache: Any) -> bool:
@@ -71,7 +71,8 @@ def serve(model: Any, generation_config: Any, arguments: dict[str, Any]) -> Serv
 
     Raises:
         NotImplementedError: if the paged cache cannot hold what the model keeps.
-        ValueError: for a number of loops or steps below 1, or a manager kept from a call with other arguments.
+        ValueError: for a number of loops or steps below 1, an exit step outside the loops, or a manager kept from a
+            call with other arguments.
     """
     obstacle = model.paged_obstacle()
     if obstacle is not None:
@@ -79,7 +80,7 @@ def serve(model: Any, generation_config: Any, arguments: dict[str, Any]) -> Serv
             f"{type(model).__name__} cannot be served by continuous batching: {obstacle} "
             "Use generate() with a padded batch."
         )
-    taken = set(inspect.signature(model.forward).parameters).intersection(DEPTH_ARGUMENTS)
+    taken = depth_arguments(model)
     own = {name: arguments.pop(name) for name in sorted(taken) if name in arguments}
     unknown = set(DEPTH_ARGUMENTS) & set(arguments)
     if unknown:
@@ -96,3 +97,29 @@ def serve(model: Any, generation_config: Any, arguments: dict[str, Any]) -> Serv
             "model.destroy_cached_continuous_batching_manager() first."
         )
     return ServedModel(model, own)
+
+
+def depth_arguments(model: Any) -> set[str]:
+    """Return those of [`DEPTH_ARGUMENTS`] that the model's forward takes."""
+    return set(inspect.signature(model.forward).parameters).intersection(DEPTH_ARGUMENTS)
+
+
+def check_keywords(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse keywords of `generate_batch` that transformers would drop without a word.
+
+    Args:
+        model: the model.
+        arguments: keywords of the call, without those that [`serve`] took out.
+
+    Raises:
+        ValueError: naming them.
+    """
+    known = {"max_new_tokens", *inspect.signature(ContinuousMixin.generate_batch).parameters} - {"self", "kwargs"}
+    unused = sorted(set(arguments) - known)
+    if unused:
+        raise ValueError(
+            f"generate_batch takes no {', '.join(unused)}: of this model's arguments it takes "
+            f"{', '.join(sorted(depth_arguments(model))) or 'none'}. How to choose tokens is said by "
+            "generation_config=GenerationConfig(...), how to batch by continuous_batching_config="
+            "ContinuousBatchingConfig(...)."
+        )

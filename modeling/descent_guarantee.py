@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-TOLERANCE = 1e-5  # relative; what training in float32 leaves of an exact equality
+TOLERANCE = 1e-5  # relative; error that float32 training leaves in an exact equality
 
 
 @dataclass(frozen=True)

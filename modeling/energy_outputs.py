@@ -1,6 +1,7 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""What energy-based models return beside the usual: the energy of every token, layer and step."""
+"""Outputs of energy-based models, which add the energy of every token, layer and step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,19 @@ class TokenEnergies(ModelOutput):
     attention: torch.Tensor | None = None
     feed_forward: torch.Tensor | None = None
     total: torch.Tensor | None = None
+
+
+def stack_layers(energies: Sequence[Sequence[torch.Tensor | None]]) -> TokenEnergies:
+    """Stack the energies of all layers, for each kind of sub-layer that has them in every layer.
+
+    Args:
+        energies: energies of attention and feed-forward of each layer, (steps + 1, batch, length) or `None`.
+    """
+    attention, feed_forward = (
+        None if any(layer is None for layer in part) else torch.stack(part)  # pyright: ignore[reportArgumentType]
+        for part in zip(*energies, strict=True)
+    )
+    return TokenEnergies(attention=attention, feed_forward=feed_forward)
 
 
 @dataclass

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-r"""NRGPT's steps with the matrices that follow each other multiplied together, for decoding token by token.
+r"""NRGPT's steps with consecutive matrices multiplied together, for decoding token by token.
 
 All that a step multiplies with g (the heads' queries, \(W_1\), \(W_2^T\)) is one matrix, and all that it multiplies
 with \(\eta\) in the end is another, \(\eta\) and the factor of the feed-forward included. A step is then two products
@@ -13,33 +13,41 @@ from transformers.cache_utils import Cache
 
 from loopergy.modeling.token_energies import Neighbours, is_plain
 
-FOLD_AFTER = 8  # single tokens: folding costs about as much as decoding a few
+FOLD_AFTER = 8  # single tokens; folding costs about as much as decoding a few of them
 
 
 class FoldedSteps:
-    """Take all steps of one new token per row, once enough of them have come to make folding worth it.
+    """Take all steps of one new token per row, once enough single tokens have come to make folding pay off.
 
-    It holds products of the block's weights, so it must not outlive a change of them: `generate` makes it and drops
-    it.
+    It holds products of the block's weights and so must not outlive a change of them. Each `generate` call makes its
+    own and hands it to every forward of that call, so nothing is kept on the model and calls in several threads do
+    not meet.
 
     Args:
         block ([`NRGPTBlock`]): the block.
-        at_once (`bool`): fold now, for a compiled model, whose program cannot count tokens.
     """
 
-    def __init__(self, block: Any, at_once: bool = False):
+    def __init__(self, block: Any):
         self.block = block
         self.calls = 0
         self.into: tuple[torch.Tensor, torch.Tensor] | None = None
         self.out_of: tuple[torch.Tensor, torch.Tensor] | None = None
-        if at_once and not block.training and _foldable(block):
+
+    def __deepcopy__(self, memo: dict) -> "FoldedSteps":
+        """Return one of the same block: transformers copies the arguments of a call for a draft model."""
+        return FoldedSteps(self.block)
+
+    def fold_for(self, cache: Any) -> None:
+        """Fold now if the cache has a fixed size: its forward may be compiled, and cannot count tokens then."""
+        wanted = self.into is None and getattr(cache, "is_compileable", False) and not self.block.training
+        if wanted and _foldable(self.block):
             self._fold()
 
     def apply_to(self, hidden_states: torch.Tensor) -> bool:
         """Whether to take the steps folded; folds the weights when it is time."""
         if hidden_states.shape[1] != 1 or self.block.training or torch.is_grad_enabled():
             return False
-        if torch.compiler.is_compiling():  # a count of calls would make each of them a new program
+        if torch.compiler.is_compiling():  # counting calls would make each of them a new program
             return self.into is not None
         self.calls += 1
         if self.calls < FOLD_AFTER or not _foldable(self.block):
@@ -57,7 +65,7 @@ class FoldedSteps:
         into = torch.cat((heads * attn.beta, matrix)).t().contiguous()
         out_of = torch.cat((-pulled.flatten(0, 1), block.scale_ff * out_of))
         self.out_of = -block.scaled(block.scale_ff * constant), -block.scaled(out_of)
-        self.into = torch.cat((bias.new_zeros(len(heads)), bias)), into  # last: it tells other threads that both are
+        self.into = torch.cat((bias.new_zeros(len(heads)), bias)), into
 
     def descend(
         self, hidden_states: torch.Tensor, neighbours: Neighbours, cache: Cache | None, steps: int
@@ -101,7 +109,7 @@ class FoldedSteps:
 
 
 def _foldable(block: Any) -> bool:
-    """Whether the weights may be multiplied together without anyone or any digit missing it."""
+    """Whether multiplying the weights together loses no precision and skips no hook or adapter."""
     if block.config._attn_implementation != "sdpa" or block.scale_ff.dtype not in (torch.float32, torch.float64):
         return False
     linears = [block.attn.k_proj, *block.ff.children()]

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Learned absolute positions: a table that ends, and generation that either stops there or moves a window over it."""
+"""Learned absolute positions: a table of fixed length, and generation that stops at its end or slides a window."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from loopergy.modeling.cached_generation import RoomyGenerationMixin
 
 
 def check_positions(position_ids: torch.Tensor, longest: int | torch.Tensor, limit: int) -> None:
-    """Refuse positions outside the table, which would be an index error from deep inside.
+    """Refuse positions outside the table, which would otherwise be an index error inside the model.
 
     Args:
         position_ids (`torch.LongTensor`): positions of the new tokens.

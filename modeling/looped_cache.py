@@ -70,7 +70,7 @@ class GrowingLayer(DynamicLayer):
             )
         end = start + key_states.shape[-2]
         buffers = self._buffers
-        if buffers is None or not self._has_room(end):
+        if buffers is None or not self._has_room(end, key_states.dtype, value_states.dtype):
             capacity = end if start == 0 else end + int(self.headroom * end) + 64
             buffers = (
                 _moved(self.keys, key_states, start, capacity),
@@ -82,15 +82,16 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = buffers[0][..., :end, :], buffers[1][..., :end, :]
         return self.keys, self.values
 
-    def _has_room(self, end: int) -> bool:
-        """Whether `keys` and `values` still are the front of the buffers, and `end` tokens fit."""
+    def _has_room(self, end: int, *dtypes: torch.dtype) -> bool:
+        """Whether `keys` and `values` still are the front of the buffers, and `end` tokens of these types fit."""
         return self._buffers is not None and all(
             tensor is not None
             and buffer.shape[-2] >= end
+            and buffer.dtype == torch.promote_types(buffer.dtype, dtype)
             and tensor.data_ptr() == buffer.data_ptr()
             and tensor.shape[:2] == buffer.shape[:2]
             and buffer.is_inference() == torch.is_inference_mode_enabled()
-            for buffer, tensor in zip(self._buffers, (self.keys, self.values), strict=True)
+            for buffer, tensor, dtype in zip(self._buffers, (self.keys, self.values), dtypes, strict=True)
         )
 
     def reset(self) -> None:
@@ -100,9 +101,12 @@ class GrowingLayer(DynamicLayer):
 
 
 def _moved(past: torch.Tensor | None, new: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
-    buffer = new.new_empty((*new.shape[:2], capacity, new.shape[-1]))
-    if past is not None and length:
-        buffer[..., :length, :].copy_(past)
+    if past is None or not length:
+        past = new[..., :0, :]
+    # Of the wider type, as if past and new were concatenated: a call under autocast may have left a narrower one.
+    dtype = torch.promote_types(past.dtype, new.dtype)
+    buffer = new.new_empty((*new.shape[:2], capacity, new.shape[-1]), dtype=dtype)
+    buffer[..., :length, :].copy_(past)
     return buffer
 
 
@@ -193,7 +197,11 @@ class PooledLayer(PooledBlocksMixin, GrowingLayer):
 
 
 class StaticPooledLayer(PooledBlocksMixin, StaticLayer):
-    """Cache like [`PooledLayer`] in buffers of fixed size, the last block of which is scrap paper."""
+    """Cache like [`PooledLayer`] in buffers of fixed size.
+
+    The averages have a row more than there are blocks: what a compiled step computes for blocks that are not complete
+    is written there, and never read.
+    """
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -221,16 +229,43 @@ class StaticPooledLayer(PooledBlocksMixin, StaticLayer):
 class RecurrentLayer(LinearAttentionLayer):
     """Cache the recurrent state, and the convolution history if any, of a linear-attention mixer.
 
-    It differs from its parent in that a mixer without convolution keeps its state too, and that the batch can be
-    repeated and selected. A recurrent state cannot be rolled back, so `is_croppable` is False from the start.
+    It differs from its parent in that a mixer without convolution keeps its state too, that the batch can be repeated
+    and selected, and that it can count tokens. A recurrent state cannot be rolled back, so `is_croppable` is False
+    from the start.
+
+    Args:
+        max_cache_len (`int`, *optional*): given by a static cache, whose tensors stay where they are.
+
+    Attributes:
+        cumulative_length (`int` or `torch.Tensor`, *optional*): tokens that the state has taken in, if counted.
     """
 
     is_croppable = False  # pyright: ignore[reportAssignmentType]
 
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        super().__init__(**kwargs)
+        self.is_static = max_cache_len is not None
+        self.cumulative_length: int | torch.Tensor | None = None
+
+    def count_tokens(self) -> None:
+        """Count tokens from now on; a slot that holds some uncounted ones stays without a count."""
+        if self.cumulative_length is None and not self.has_previous_state[0]:
+            # A tensor in a static cache: a Python number would make each step of a compiled model a new program.
+            self.cumulative_length = torch.zeros(1, dtype=torch.long) if self.is_static else 0
+
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, num_tokens: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Store the state [batch, heads, key dim, value dim] in place and return the stored tensor."""
+        """Store the state [batch, heads, key dim, value dim] in place and return the stored tensor.
+
+        `num_tokens` (`int`): tokens that it has taken in since the last update, padding included.
+        """
+        if isinstance(self.cumulative_length, torch.Tensor):
+            if self.cumulative_length.device != recurrent_states.device:
+                self.cumulative_length = self.cumulative_length.to(recurrent_states.device)
+            self.cumulative_length.add_(num_tokens)
+        elif self.cumulative_length is not None:
+            self.cumulative_length += num_tokens
         self._make_writable(recurrent_states)
         state = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         self.has_previous_state[state_idx] = True
@@ -250,6 +285,18 @@ class RecurrentLayer(LinearAttentionLayer):
         else:
             self._replace(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
+    def reset(self) -> None:
+        """Forget the state and the count; a dynamic cache then takes a batch of any size, as attention's do."""
+        if isinstance(self.cumulative_length, torch.Tensor):
+            self.cumulative_length.zero_()
+        elif self.cumulative_length is not None:
+            self.cumulative_length = 0
+        if not self.is_static:
+            for index in range(self.number_of_states):
+                self.conv_states[index] = self.recurrent_states[index] = None
+                self.is_conv_states_initialized[index] = self.is_recurrent_states_initialized[index] = False
+        super().reset()
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch `repeats` times."""
         self._replace(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
@@ -267,7 +314,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
-    """Cache a recurrent state and count the tokens it has seen.
+    """Cache a recurrent state and say how many tokens it has seen.
 
     The first slot of a model without attention is of this kind: `generate` asks the cache how long it is when a text
     is continued, and would otherwise feed the beginning twice.
@@ -277,25 +324,12 @@ class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
         CacheLayerMixin.__init__(self)
-        RecurrentLayer.__init__(self, **kwargs)
-        # A tensor in a static cache: a Python number would make each step of a compiled model a new program.
-        self.cumulative_length = 0 if max_cache_len is None else torch.zeros(1, dtype=torch.long)
+        RecurrentLayer.__init__(self, max_cache_len, **kwargs)
+        self.count_tokens()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse keys and values: a recurrent mixer has none."""
         raise TypeError("This slot holds a recurrent state; keys and values belong in the slot of an attention layer.")
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, num_tokens: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Store the state in place, and add the `num_tokens` tokens that it has taken in to the count."""
-        if isinstance(self.cumulative_length, torch.Tensor):
-            if self.cumulative_length.device != recurrent_states.device:
-                self.cumulative_length = self.cumulative_length.to(recurrent_states.device)
-            self.cumulative_length.add_(num_tokens)
-        else:
-            self.cumulative_length += num_tokens
-        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def get_seq_length(self) -> Any:
         """Return the number of tokens seen."""
@@ -303,12 +337,7 @@ class CountedRecurrentLayer(RecurrentLayer, CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
         """Return the length that a mask over all tokens would have, and its offset 0."""
-        return self.cumulative_length + query_length, 0
-
-    def reset(self) -> None:
-        """Forget the state and the count."""
-        RecurrentLayer.reset(self)
-        CacheLayerMixin.reset(self)
+        return self.get_seq_length() + query_length, 0
 
 
 # A state is of one size, so that it serves dynamic and static caches alike.
@@ -347,7 +376,9 @@ def make_cache(config: LoopedConfigMixin, num_loops: int | None = None) -> Dynam
         config: an Ouro or LT2 config.
         num_loops (`int`, *optional*): loops that will run; the config's by default.
     """
-    return with_growing_layers(DynamicCache(config=config.decoder_view(num_loops)))
+    cache = with_growing_layers(DynamicCache(config=config.decoder_view(num_loops)))
+    count_in_every_loop(config, cache, config.slot_plan(num_loops))
+    return cache
 
 
 def check_not_packed(packed: bool) -> None:
@@ -397,8 +428,37 @@ def open_cache(
             "DynamicCache(config=model.config), or for another number of loops with "
             "DynamicCache(config=model.config.decoder_view(num_loops))."
         )
-    check_filled(cache, 0, plan.table[-1][0], "num_loops")
+    count_in_every_loop(config, cache, plan)
+    layer = counting_layer(config, plan)
+    check_filled(cache, plan.table[0][layer], plan.table[-1][layer], "num_loops")
     return cache
+
+
+def counting_layer(config: LoopedConfigMixin, plan: SlotPlan) -> int:
+    """Return the physical layer whose slots say how many tokens each loop has taken in.
+
+    It is the first attention layer; the first recurrent one where there is no other, and where the loops share the
+    slots of attention (`kv_sharing="last"`).
+    """
+    wants_recurrent = config.kv_sharing == "last"
+    for layer, slot in enumerate(plan.table[0]):
+        if (plan.layer_types[slot] == RECURRENT) == wants_recurrent:
+            return layer
+    return 0
+
+
+def count_in_every_loop(config: LoopedConfigMixin, cache: Cache, plan: SlotPlan) -> None:
+    """Let the slots of [`counting_layer`] count tokens if they are recurrent, which otherwise do not.
+
+    `plan` ([`SlotPlan`]): the slots that will be used. Nothing is done in a compiled forward.
+    """
+    if torch.compiler.is_compiling():
+        return
+    layer, layers = counting_layer(config, plan), getattr(cache, "layers", [])
+    for row in plan.table:
+        slot = layers[row[layer]] if row[layer] < len(layers) else None
+        if isinstance(slot, RecurrentLayer):
+            slot.count_tokens()
 
 
 def check_filled(cache: Cache, first: int, last: int, what: str) -> None:
@@ -414,17 +474,18 @@ def check_filled(cache: Cache, first: int, last: int, what: str) -> None:
     """
     if torch.compiler.is_compiling() or not getattr(cache, "layers", None):
         return
-    length = int(cache.get_seq_length(first))
-    if length and _tokens_held(cache, last, length) != length:
+    length, reached = _tokens_held(cache, first), _tokens_held(cache, last)
+    if length and reached is not None and reached != length:
         raise ValueError(
             f"The cache was filled by calls with a smaller {what}: its later slots lack the {length} tokens that the "
             f"first ones hold. Continue with the {what} that it was filled with, or start a new cache."
         )
 
 
-def _tokens_held(cache: Cache, slot: int, otherwise: int) -> int:
-    """Return the tokens in a slot; `otherwise` for a state that is there and does not count them."""
+def _tokens_held(cache: Cache, slot: int) -> int | None:
+    """Return the tokens in a slot; `None` for a recurrent state that does not count them."""
     layer: Any = cache.layers[slot] if slot < len(cache.layers) else None
-    if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CountedRecurrentLayer):
-        return otherwise if layer.has_previous_state[0] else 0
+    if isinstance(layer, LinearAttentionLayer):
+        count = getattr(layer, "cumulative_length", None)
+        return None if count is None else int(count)
     return 0 if layer is None else int(layer.get_seq_length())

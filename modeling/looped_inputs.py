@@ -38,7 +38,8 @@ class LoopedInputs:
         plan ([`SlotPlan`]): slots of the loops that will run.
         cache (`Cache`, *optional*): the cache to write to.
         documents ([`Documents`], *optional*): packed documents.
-        position_ids (`torch.LongTensor` of shape (batch or 1, length)).
+        position_ids (`torch.LongTensor` of shape (batch or 1, length), *optional*): always there in a forward; `None`
+            where only masks are made, ahead of one (`create_masks_for_generate`).
         real (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding among the new tokens.
     """
 
@@ -55,7 +56,7 @@ class Documents:
 
     Attributes:
         ids (`torch.LongTensor` of shape (batch, length)): tokens of one document share a number within their row.
-        cu_seqlens (`torch.LongTensor` of shape (documents + 1,)): their borders in the flattened batch, runs of
+        cu_seqlens (`torch.LongTensor` of shape (documents + 1,)): their boundaries in the flattened batch, runs of
             padding counted as documents.
     """
 
@@ -71,7 +72,7 @@ def read_inputs(
     cache: Cache | None,
     use_cache: bool | None,
     num_loops: int | None,
-    borders: dict,
+    kwargs: dict,
 ) -> LoopedInputs:
     """Check the arguments of a forward and derive from them what all loops share.
 
@@ -79,7 +80,7 @@ def read_inputs(
         config: an Ouro or LT2 config.
         inputs_embeds (`torch.Tensor` of shape (batch, length, hidden_size)): the new tokens.
         attention_mask, position_ids, cache, use_cache, num_loops: as the model got them.
-        borders (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
+        kwargs (`dict`): the model's other arguments, of which `cu_seq_lens_q` and `seq_idx` mark documents.
 
     Raises:
         ValueError: as [`resolve_num_loops`], [`check_inputs`], [`find_documents`] and [`open_cache`].
@@ -94,7 +95,7 @@ def read_inputs(
     marks = None if isinstance(attention_mask, dict) else position_ids
     documents = None
     if not is_paged(cache):  # whose rows hold several requests, kept apart by the mask
-        documents = find_documents(shape, marks, real, borders.get("cu_seq_lens_q"), borders.get("seq_idx"))
+        documents = find_documents(shape, marks, real, kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"))
     cache = open_cache(config, cache, use_cache, num_loops, plan, packed=documents is not None)
     if position_ids is None:
         past = past_length(cache, plan)
@@ -114,8 +115,9 @@ def check_inputs(
         past: tokens in the cache.
 
     Raises:
-        ValueError: for no tokens, a padding mask that is not as wide as cached and new tokens together, a mask per
-            query and key of whole numbers, and a mask of neither kind.
+        ValueError: for no tokens, a mask of another number of rows (one per query and key may have a single one for
+            all), a padding mask that is not as wide as cached and new tokens together, a mask per query and key of
+            whole numbers, and a mask of neither kind.
     """
     if shape[1] == 0:
         raise ValueError(f"The inputs have shape {tuple(shape)}: give at least one token in a row.")
@@ -128,7 +130,12 @@ def check_inputs(
                 f"{given}: a mask per query and key is boolean, True where visible, or added to the scores. Pass "
                 "attention_mask.bool()."
             )
-        width = attention_mask.shape[1]
+        rows, width = attention_mask.shape[:2]
+        if rows != shape[0] and not (attention_mask.ndim == 4 and rows == 1):
+            raise ValueError(
+                f"attention_mask has {rows} rows for {shape[0]} rows of tokens: give one for each, as "
+                "attention_mask.expand(batch, -1) does for one mask that all share."
+            )
         if attention_mask.ndim == 2 and not torch.compiler.is_compiling() and width != int(past) + shape[1]:
             raise ValueError(
                 f"attention_mask has {width} columns for {int(past)} cached and {shape[1]} new tokens: it must cover "
@@ -140,49 +147,60 @@ def check_inputs(
 def find_documents(
     shape: torch.Size,
     position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
+    real: torch.Tensor | None,
     cu_seq_lens: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
 ) -> Documents | None:
-    """Find packed documents: from explicit borders, or from positions that restart between real tokens.
+    """Find packed documents: from explicit boundaries, or from positions that restart between real tokens.
 
     Args:
         shape: (batch, length) of the new tokens.
         position_ids (`torch.LongTensor` of shape (batch or 1, length), *optional*): positions as the caller gave them.
-        attention_mask (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding.
-        cu_seq_lens (`torch.Tensor` of shape (documents + 1,), *optional*): borders, for a batch of one row.
+        real (`torch.Tensor` of shape (batch, length), *optional*): 0 at padding among the new tokens.
+        cu_seq_lens (`torch.Tensor` of shape (documents + 1,), *optional*): boundaries, for a batch of one row.
         seq_idx (`torch.Tensor` of shape (batch, length), *optional*): document number per token.
 
     Returns:
         [`Documents`], or `None` if every row is one document.
 
     Raises:
-        ValueError: if `cu_seq_lens` comes with several rows or does not span the row.
+        ValueError: if `cu_seq_lens` comes with several rows or does not span the row in order.
     """
     batch, length = shape
     if cu_seq_lens is not None:
-        if batch != 1 or int(cu_seq_lens[-1]) != length:
-            raise ValueError(
-                f"cu_seq_lens_q ends at {int(cu_seq_lens[-1])} for inputs of shape {tuple(shape)}: document borders "
-                "span one row that holds all documents, padding included. Flatten the batch to one row."
-            )
+        _check_boundaries(shape, cu_seq_lens)
         row = torch.arange(length, device=cu_seq_lens.device)
-        borders = _changes(torch.searchsorted(cu_seq_lens[1:].contiguous(), row, right=True)[None])
+        starts = _changes(torch.searchsorted(cu_seq_lens[1:].contiguous(), row, right=True)[None])
     elif seq_idx is not None:
-        borders = _changes(seq_idx.reshape(shape))
+        starts = _changes(seq_idx.reshape(shape))
     elif position_ids is None or length == 1 or torch.compiler.is_exporting():
         return None
     else:
-        borders = _restarts(position_ids.expand(shape), attention_mask)
-    if not bool(borders.any()):
+        starts = _restarts(position_ids.expand(shape), real)
+    if not bool(starts.any()):
         return None
-    if attention_mask is not None:
-        borders = borders | _changes(attention_mask.to(torch.bool))
-    ids = borders.cumsum(dim=1)
-    first = torch.zeros_like(borders)
+    if real is not None:
+        starts = starts | _changes(real.to(torch.bool))
+    ids = starts.cumsum(dim=1)
+    first = torch.zeros_like(starts)
     first[:, 0] = True
-    cu_seqlens = torch.nn.functional.pad((borders | first).flatten().nonzero().flatten(), (0, 1), value=batch * length)
+    cu_seqlens = torch.nn.functional.pad((starts | first).flatten().nonzero().flatten(), (0, 1), value=batch * length)
     return Documents(ids, cu_seqlens)
+
+
+def _check_boundaries(shape: torch.Size, cu_seq_lens: torch.Tensor) -> None:
+    """Refuse boundaries that do not rise from 0 to the length of one row; the numbers are read in one transfer."""
+    batch, length = shape
+    first, last, falls = 0, 0, 0
+    if len(cu_seq_lens) > 1:
+        steps = cu_seq_lens.diff()
+        first, last, falls = torch.stack((cu_seq_lens[0], cu_seq_lens[-1], (steps < 0).sum().to(steps))).tolist()
+    if batch != 1 or first != 0 or last != length or falls:
+        raise ValueError(
+            f"cu_seq_lens_q of {len(cu_seq_lens)} boundaries from {first} to {last}, {falls} of them below the one "
+            f"before, for inputs of shape {tuple(shape)}: they must rise from 0 to {length}, the length of one row "
+            "that holds all documents, padding included. Flatten the batch to one row."
+        )
 
 
 def _changes(values: torch.Tensor) -> torch.Tensor:
@@ -191,11 +209,11 @@ def _changes(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(change, (1, 0), value=False)
 
 
-def _restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def _restarts(position_ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """True at real tokens whose position does not follow that of the real token before."""
-    if attention_mask is None:
+    if real is None:
         return torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0), value=False)
-    real = attention_mask.to(torch.bool)
+    real = real.to(torch.bool)
     index = torch.arange(real.shape[1], device=real.device).expand_as(real)
     last_real = torch.where(real, index, -1).cummax(dim=1).values
     previous = torch.nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
@@ -218,7 +236,7 @@ def default_positions(
         shape: (batch, length) of the new tokens.
         attention_mask: 2-D over cached and new tokens, or anything else, which is then ignored.
         past: tokens in the cache.
-        documents: borders, if documents are packed.
+        documents: packed documents, if there are any.
         device: where to put the result.
     """
     length = shape[1]
@@ -278,7 +296,7 @@ def looped_masks(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             cache=inputs.cache,
-            and_mask_function=None if documents is None else _same_document(documents.ids),
+            and_mask_function=None if documents is None else same_document(documents.ids),
             layer_idx=slot,
             allow_is_causal_skip=not materialise,
         )
@@ -315,8 +333,14 @@ def _padding_mask(attention_mask: Mask, cache: Cache | None, slot: int, length: 
     return fit(real, cache.get_mask_sizes(length, slot)[0])
 
 
-def _same_document(ids: torch.Tensor) -> Callable:
-    def same_document(batch: int, head: int, query: int, key: int) -> torch.Tensor:
+def same_document(ids: torch.Tensor) -> Callable:
+    """Return a mask function in the form of transformers': True where query and key are of one document.
+
+    Args:
+        ids (`torch.LongTensor` of shape (batch, length)): document number of each token, as in [`Documents`].
+    """
+
+    def visible(batch: int, head: int, query: int, key: int) -> torch.Tensor:
         return ids[batch, query] == ids[batch, key]
 
-    return same_document
+    return visible

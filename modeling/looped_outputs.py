@@ -61,8 +61,8 @@ class LT2CausalLMOutputWithPast(LoopedCausalLMOutputWithPast):
     """Outputs of the LT2 language model: those of a looped language model, and the indexers' divergence.
 
     Args:
-        indexer_divergence (`torch.Tensor` of shape (batch, length)): as in [`LT2ModelOutputWithPast`]; its mean times
-            `dsa_indexer_loss_weight` is part of the loss.
+        indexer_divergence (`torch.Tensor` of shape (batch, length)): as in [`LT2ModelOutputWithPast`]; its mean over
+            the tokens that predict a label, times `dsa_indexer_loss_weight`, is part of the loss.
     """
 
     indexer_divergence: torch.Tensor | None = None
@@ -105,3 +105,31 @@ def mix_loops(loop_hidden_states: tuple[torch.Tensor, ...], exit_pdf: torch.Tens
     for loop, hidden_states in enumerate(loop_hidden_states):
         mixed = torch.addcmul(mixed, exit_pdf[..., loop, None], hidden_states.to(exit_pdf.dtype))
     return mixed.to(loop_hidden_states[0].dtype)
+
+
+def mean_divergence(
+    divergence: torch.Tensor, counted: torch.Tensor, items: torch.Tensor | int | None, per_row: bool = False
+) -> torch.Tensor:
+    """Average the indexers' divergence over what the loss beside it averages over.
+
+    A sum over this batch, divided by the items of the whole step: those of the parts of a batch then add up to that of
+    the batch, however it was cut. So sum and count must be of the same things, which are tokens that predict a label
+    for a language model (a prompt without labels takes no part), and sequences for a classifier.
+
+    Args:
+        divergence (`torch.Tensor` of shape (batch, length)).
+        counted (`torch.BoolTensor` of shape (batch, length)): which tokens take part.
+        items (`torch.Tensor` or `int`, *optional*): tokens that take part, or sequences, in the whole step; those of
+            this batch by default.
+        per_row (`bool`): average over the tokens of each row first, and count rows.
+
+    Returns:
+        `torch.Tensor` without dimensions.
+    """
+    counted = counted.to(divergence.device)
+    sums, counts = divergence.masked_fill(~counted, 0).sum(dim=-1), counted.sum(dim=-1)
+    if per_row:
+        sums, counts = sums / counts.clamp(min=1), torch.ones_like(counts)
+    if items is None:
+        items = counts.sum()
+    return sums.sum() / (items.to(divergence.device) if isinstance(items, torch.Tensor) else items)

@@ -33,7 +33,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from loopergy.configuration.configuration_cem_llama import CEMLlamaConfig, check_num_steps
-from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding
+from loopergy.modeling.building_blocks import GatedMLP, RMSNorm, RotaryEmbedding, rotate
 from loopergy.modeling.causal_energies import (
     DiagonalPart,
     EnergyDescent,
@@ -42,15 +42,15 @@ from loopergy.modeling.causal_energies import (
     elementwise_energy,
     interaction_energy,
     interaction_force,
-    rotate,
 )
-from loopergy.modeling.causal_inputs import UnevenGenerationMixin, causal_mask, read_causal_inputs
-from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, TokenEnergies
+from loopergy.modeling.causal_inputs import causal_mask, read_causal_inputs
+from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, stack_layers
 from loopergy.modeling.mixers.attention import Attention, eager_attention_forward
 from loopergy.modeling.sequence_classification import LastTokenClassification
 from loopergy.modeling.tied_projection import read_out
+from loopergy.modeling.uneven_caches import UnevenGenerationMixin
 
-WEIGHT_FORMING = ("sdpa", "eager")  # attention implementations whose masks are tensors to read, or mean causal
+WEIGHT_FORMING = ("sdpa", "eager")  # attention implementations whose mask is a tensor, or None for causal
 
 
 class CEMAttention(nn.Module):
@@ -121,7 +121,7 @@ class CEMAttention(nn.Module):
             attention_mask: as the attention implementation wants it; `None` means causal.
             cache (`Cache`, *optional*): where keys, and with a diagonal u, are kept.
             num_steps (`int`, *optional*): T, the config's by default.
-            causal (`bool`): the mask is known to hide all keys behind a query.
+            causal (`bool`): the mask is known to hide all later keys from each query.
             output_energies (`bool`): return energies, if the update is the gradient of one.
 
         Returns:
@@ -149,10 +149,8 @@ class CEMAttention(nn.Module):
             diagonal_part = None
             if diagonal is None:
                 attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-                scaling = 1 / self.temperature
-                output, weights = attend(
-                    self, query, keys, values, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-                )
+                options = {"dropout": dropout, "scaling": 1 / self.temperature, **kwargs}
+                output, weights = attend(self, query, keys, values, attention_mask, **options)
             else:
                 output, diagonal_part, weights = interaction_force(
                     query, keys, diagonal, attention_mask, self.temperature, causal, dropout, implementation == "eager"
@@ -177,10 +175,10 @@ class CEMAttention(nn.Module):
     def _keys_and_values(
         self, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the two halves of a cache slot hold: rotated keys, and what else cannot be told from them."""
+        """Return what the two halves of a cache slot hold: rotated keys, and what cannot be derived from them."""
         plain = self._heads(self.k_proj(features))
         keys = rotate(plain, cos, sin)
-        if self.diagonal is not None:  # u, cut so that it has as many heads as the keys, as static caches want it
+        if self.diagonal is not None:  # u, split into as many heads as the keys, which static caches require
             return keys, features.unflatten(-1, (self.num_key_value_heads, -1)).transpose(1, 2)
         if self.v_proj is not None:
             values = self._heads(self.v_proj(features))
@@ -238,7 +236,7 @@ class CEMMLP(nn.Module):
 
 
 class CEMLlamaDecoderLayer(GradientCheckpointingLayer):
-    """Descend the interaction energy, then the energy of each token alone; or do as Llama does, for either."""
+    """Descend the interaction energy, then the energy of each token alone; either can be Llama's own sub-layer."""
 
     def __init__(self, config: CEMLlamaConfig, layer_idx: int):
         super().__init__()
@@ -262,7 +260,7 @@ class CEMLlamaDecoderLayer(GradientCheckpointingLayer):
         output_energies: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Map the stream (B, S, D) to (B, S, D); with `output_energies` the energies of both sub-layers come after it.
+        """Map the stream (B, S, D) to (B, S, D); with `output_energies`, also return the energies of both sub-layers.
 
         The other arguments are those of [`CEMAttention`].
         """
@@ -357,7 +355,7 @@ class CEMLlamaModel(CEMLlamaPreTrainedModel):
         Args:
             input_ids (`torch.LongTensor` of shape (B, S)) or inputs_embeds (`torch.Tensor` of shape (B, S, D)): the
                 new tokens, exactly one of the two.
-            attention_mask (*optional*): 0 at padding, over cached and new tokens; or masks ready for use.
+            attention_mask (*optional*): 0 at padding, over cached and new tokens; or a complete mask.
             position_ids (`torch.LongTensor` of shape (B, S), *optional*): by default counted from the mask and cache.
                 Positions that restart inside a row mark packed documents, which are then kept apart; so do
                 `cu_seq_lens_q` and `seq_idx`.
@@ -387,9 +385,7 @@ class CEMLlamaModel(CEMLlamaPreTrainedModel):
                 f"{self.config._attn_implementation!r} does not give. Use 'sdpa' or 'eager'."
             )
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        inputs = read_causal_inputs(
-            self.config, embeds, attention_mask, position_ids, cache, use_cache, borders=kwargs
-        )
+        inputs = read_causal_inputs(self.config, embeds, attention_mask, position_ids, cache, use_cache, **kwargs)
         hidden_states, energies = embeds, []
         mask = causal_mask(self.config, embeds, inputs)
         position_embeddings = self.rotary_emb(embeds, position_ids=inputs.position_ids)
@@ -411,17 +407,8 @@ class CEMLlamaModel(CEMLlamaPreTrainedModel):
         return EnergyModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
             cache=inputs.cache,
-            energies=_stacked(energies) if output_energies else None,
+            energies=stack_layers(energies) if output_energies else None,
         )
-
-
-def _stacked(energies: list[list[torch.Tensor | None]]) -> TokenEnergies:
-    """Stack the energies (T + 1, B, S) of all layers, for each sub-layer that has them."""
-    attention, mlp = (
-        None if any(of_layer is None for of_layer in part) else torch.stack(part)  # pyright: ignore[reportArgumentType]
-        for part in zip(*energies, strict=True)
-    )
-    return TokenEnergies(attention=attention, feed_forward=mlp)
 
 
 class CEMLlamaForCausalLM(CEMLlamaPreTrainedModel, UnevenGenerationMixin, GenerationMixin):
@@ -485,6 +472,21 @@ class CEMLlamaForCausalLM(CEMLlamaPreTrainedModel, UnevenGenerationMixin, Genera
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             energies=outputs.energies,
+        )
+
+    def cache_config(self, model_kwargs: dict) -> Any:
+        """Return the config, which describes the cache for any number of steps of at least 1."""
+        check_num_steps(model_kwargs.get("num_steps"))
+        return self.config
+
+    def paged_obstacle(self) -> str | None:
+        """Name the second tensor beside the keys if it is of another width."""
+        heads, width, other = self.config.cache_widths
+        if other in (0, width):
+            return None
+        return (
+            "its paged cache holds two tensors of one width, and with a diagonal this model keeps keys of width "
+            f"{heads * width} and features of width {heads * other}."
         )
 
 

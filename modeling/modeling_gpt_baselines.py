@@ -162,7 +162,7 @@ class GPTBaselineModel(GPTBaselinePreTrainedModel):
         Args:
             input_ids (`torch.LongTensor` of shape (B, S)) or inputs_embeds (`torch.Tensor` of shape (B, S, D)): the
                 new tokens, exactly one of the two. Positions are added to either.
-            attention_mask (*optional*): 0 at padding, over cached and new tokens; or a mask ready for use.
+            attention_mask (*optional*): 0 at padding, over cached and new tokens; or a complete mask.
             position_ids (`torch.LongTensor` of shape (B, S), *optional*): by default counted from the mask and cache.
                 Positions that restart inside a row mark packed documents, which are then kept apart; so do
                 `cu_seq_lens_q` and `seq_idx`.
@@ -176,9 +176,7 @@ class GPTBaselineModel(GPTBaselinePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        inputs = read_causal_inputs(
-            self.config, embeds, attention_mask, position_ids, cache, use_cache, borders=kwargs
-        )
+        inputs = read_causal_inputs(self.config, embeds, attention_mask, position_ids, cache, use_cache, **kwargs)
         positions, cache = inputs.position_ids, inputs.cache
         check_positions(positions, inputs.past + embeds.shape[1], self.config.max_position_embeddings)
         mask = causal_mask(self.config, embeds, inputs)

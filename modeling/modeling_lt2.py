@@ -42,6 +42,7 @@ from loopergy.modeling.looped_outputs import (
     LT2CausalLMOutputWithPast,
     LT2ModelOutputWithPast,
     exit_distribution,
+    mean_divergence,
 )
 from loopergy.modeling.mixers.attention import Attention
 from loopergy.modeling.mixers.deepseek_sparse_attention import DeepseekSparseAttention
@@ -275,7 +276,7 @@ class LT2Model(LT2PreTrainedModel):
             "position_embeddings": self.rotary_emb(embeds, position_ids=inputs.position_ids),
             "position_ids": inputs.position_ids,
         }
-        borders = {"cu_seqlens": None if inputs.documents is None else inputs.documents.cu_seqlens}
+        boundaries = {"cu_seqlens": None if inputs.documents is None else inputs.documents.cu_seqlens}
         visits = {}
         for layer_type, window in zip(inputs.plan.layer_types, inputs.plan.windows, strict=True):
             key = mask_key(layer_type, window)
@@ -289,7 +290,7 @@ class LT2Model(LT2PreTrainedModel):
             else:
                 visits[key] |= {**positions, "window": window}
             if layer_type in (RECURRENT, INDEXED, POOLED):
-                visits[key] |= borders
+                visits[key] |= boundaries
         return visits
 
 
@@ -330,7 +331,9 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         """Run the loops and the head.
 
         Args:
-            labels (`torch.LongTensor` of shape (B, S), *optional*): targets, shifted inside; -100 is ignored.
+            labels (`torch.LongTensor` of shape (B, S), *optional*): targets, shifted inside; -100 is ignored. In
+                training with a `dsa_indexer_loss_weight` the indexers' divergence, averaged over the same tokens as
+                the cross-entropy, is part of the loss.
             logits_to_keep (`int` or `torch.Tensor`, *optional*): positions to compute logits for; 0 means all.
             num_loops (`int`, *optional*): loops to run, the config's by default.
             output_loop_hidden_states, output_loop_logits (`bool`, *optional*): return the states, and the logits,
@@ -352,13 +355,14 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
+        loss, divergence = None, outputs.indexer_divergence
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        divergence = outputs.indexer_divergence
-        if loss is not None and divergence is not None:
-            mean = _mean_divergence(divergence, attention_mask, kwargs.get("num_items_in_batch"))
-            loss = loss + self.config.dsa_indexer_loss_weight * mean.to(loss.device)
+            if divergence is not None:
+                shifted = kwargs.get("shift_labels")
+                targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shifted is None else shifted
+                mean = mean_divergence(divergence, targets != -100, kwargs.get("num_items_in_batch"))
+                loss = loss + self.config.dsa_indexer_loss_weight * mean.to(loss.device)
         loop_logits = None
         if output_loop_logits:
             loop_logits = tuple(
@@ -386,17 +390,6 @@ class LT2ForCausalLM(LT2PreTrainedModel, LoopedGenerationMixin, GenerationMixin)
         plan = SlotPlan(plan.table, plan.layer_types[: len(cache)], plan.windows[: len(cache)])
         inputs = LoopedInputs(plan, cache, documents=None, position_ids=None, real=None)
         return looped_masks(config, inputs, inputs_embeds, attention_mask)
-
-
-def _mean_divergence(
-    divergence: torch.Tensor, attention_mask: torch.Tensor | dict | None, items: torch.Tensor | int | None
-) -> torch.Tensor:
-    """Average as cross-entropy is: over the items that the whole step counts, or over this batch's real tokens."""
-    if items is None:
-        items = divergence.numel()
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            items = attention_mask[:, -divergence.shape[1] :].sum()
-    return divergence.sum() / items
 
 
 class LT2ForSequenceClassification(LastTokenClassification, LT2PreTrainedModel):

@@ -16,9 +16,8 @@ Shapes: B batch, S new tokens, D hidden size, V vocabulary, T steps.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+import inspect
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import and_masks, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils.deprecation import deprecate_kwarg
@@ -37,15 +36,17 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from loopergy.configuration.checked_fields import check_not_negative
 from loopergy.configuration.configuration_nrgpt import NRGPTConfig, resolve_num_steps
 from loopergy.modeling.building_blocks import RMSNorm, at_least_float32
-from loopergy.modeling.causal_inputs import CausalInputs, UnevenGenerationMixin, read_causal_inputs
+from loopergy.modeling.causal_inputs import CausalInputs, read_causal_inputs
 from loopergy.modeling.energy_outputs import EnergyCausalLMOutputWithPast, EnergyModelOutputWithPast, TokenEnergies
 from loopergy.modeling.folded_step import FoldedSteps
 from loopergy.modeling.learned_positions import WindowedGenerationMixin, check_positions
 from loopergy.modeling.looped_cache import check_filled
+from loopergy.modeling.looped_inputs import same_document
 from loopergy.modeling.sequence_classification import LastTokenClassification
 from loopergy.modeling.token_energies import EnergyAttention, FeedForwardEnergy, Neighbours
+from loopergy.modeling.uneven_caches import UnevenGenerationMixin
 
-HIDDEN = -1e3  # what a mask adds to hide: the weight is then 0 in every type
+HIDDEN = -1e3  # additive masks hide by this or less: the attention weight is then 0 in every dtype
 
 
 class BareLayerNorm(nn.Module):
@@ -102,8 +103,6 @@ class NRGPTBlock(GradientCheckpointingLayer):
         self.ff = FeedForwardEnergy(config)
         self.eta = _make_rate(config)
         self.scale_ff = nn.Parameter(torch.ones(1))
-        self.folded: FoldedSteps | None = None
-        self.folding = 0
 
     def forward(
         self,
@@ -127,19 +126,6 @@ class NRGPTBlock(GradientCheckpointingLayer):
         update = self.eta(gradient)
         scale = getattr(self.norm, "weight", None)
         return update * scale if self.config.eta_type == "gamma" and scale is not None else update
-
-    @contextmanager
-    def folded_for_decoding(self, at_once: bool = False) -> Iterator[None]:
-        """Let single tokens take [`FoldedSteps`] while the weights stay as they are; several may at once."""
-        self.folding += 1
-        if self.folded is None or at_once:
-            self.folded = FoldedSteps(self, at_once)
-        try:
-            yield
-        finally:
-            self.folding -= 1
-            if self.folding == 0:
-                self.folded = None
 
     def tangent(self, update: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Take from the update its part along the state and, for layer norms, along the ones: both leave g alone.
@@ -213,6 +199,7 @@ class NRGPTModel(NRGPTPreTrainedModel):
         num_steps: int | None = None,
         stop_tolerance: float | None = None,
         output_energies: bool | None = None,
+        folded_steps: FoldedSteps | None = None,
         **kwargs: Any,
     ) -> EnergyModelOutputWithPast:
         """Run the steps.
@@ -233,6 +220,8 @@ class NRGPTModel(NRGPTPreTrainedModel):
             output_energies (`bool`, *optional*): return the energies of each token before every step and after the
                 last, for a text that is given whole. `feed_forward` is without the factor `scale_ff`, and `total` is
                 `attention + scale_ff * feed_forward`. A token's own key counts unless `exclude_self`.
+            folded_steps ([`FoldedSteps`], *optional*): steps with the weights multiplied together, for single tokens;
+                `generate` makes it. It is left unused with a `stop_tolerance` or energies.
 
         Returns:
             [`EnergyModelOutputWithPast`]. With `output_hidden_states=True` there are T + 1 hidden states: the state
@@ -251,7 +240,7 @@ class NRGPTModel(NRGPTPreTrainedModel):
             check_not_negative("stop_tolerance", tolerance)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         inputs = read_causal_inputs(
-            _view(self.config, steps), embeds, attention_mask, position_ids, cache, use_cache, borders=kwargs
+            _view(self.config, steps), embeds, attention_mask, position_ids, cache, use_cache, **kwargs
         )
         cache, past, positions = inputs.cache, inputs.past, inputs.position_ids
         _check_slots(cache, steps)
@@ -264,7 +253,10 @@ class NRGPTModel(NRGPTPreTrainedModel):
         neighbours = self._neighbours(embeds, inputs)
         hidden_states = embeds + self.embed_positions(positions)
         trace: list | None = [] if output_energies else None
-        hidden_states = self._descend(hidden_states, neighbours, cache, steps, tolerance, inputs.real, trace)
+        if folded_steps is not None and trace is None and tolerance is None and folded_steps.apply_to(hidden_states):
+            hidden_states = folded_steps.descend(hidden_states, neighbours, cache, steps)
+        else:
+            hidden_states = self._descend(hidden_states, neighbours, cache, steps, tolerance, inputs.real, trace)
         energies = None
         if trace is not None:
             attention, feed_forward, total = (torch.stack(part)[None] for part in zip(*trace, strict=True))
@@ -282,9 +274,6 @@ class NRGPTModel(NRGPTPreTrainedModel):
         trace: list | None,
     ) -> torch.Tensor:
         """Take the steps, put the energies before each and after the last into `trace`, return the last states."""
-        folded = self.block.folded
-        if folded is not None and trace is None and tolerance is None and folded.apply_to(hidden_states):
-            return folded.descend(hidden_states, neighbours, cache, steps)
         resting = None
         for step in range(steps):
             if trace is not None:
@@ -310,27 +299,28 @@ class NRGPTModel(NRGPTPreTrainedModel):
         return hidden_states
 
     def _neighbours(self, embeds: torch.Tensor, inputs: CausalInputs) -> Neighbours:
-        """Find out who attends to whom, once for all steps."""
+        """Return which tokens each new token attends to, once for all steps."""
         given, cache, exclude_self = inputs.attention_mask, inputs.cache, self.config.exclude_self
         if inputs.ready and given is not None:
             return Neighbours.of(_read_mask(given), exclude_self)
-        ids = None if inputs.documents is None else inputs.documents.ids
-
-        def allowed(batch: int, head: int, query: int, key: int) -> torch.Tensor | bool:
-            apart = True if ids is None else ids[batch, query] == ids[batch, key]
-            return apart & (key < query) if exclude_self else apart
-
+        visible = [] if inputs.documents is None else [same_document(inputs.documents.ids)]
         create: Any = partial(create_causal_mask, self.config, embeds, given, cache)
         static = cache is not None and cache.is_compileable
-        if given is None and ids is None and embeds.shape[1] == 1 and not static:
+        if given is None and not visible and embeds.shape[1] == 1 and not static:
             return Neighbours(exclude_self=exclude_self)
-        if ids is None:
+        if not visible:
             mask: Any = create(allow_is_causal_skip=not static)
             if mask is None:
                 return Neighbours(exclude_self=exclude_self)
             if not exclude_self:
                 return Neighbours.of(_visible(mask), exclude_self)
+        allowed = and_masks(*visible, *([_earlier] if exclude_self else []))
         return Neighbours.of(_visible(create(and_mask_function=allowed, allow_is_causal_skip=False)), exclude_self)
+
+
+def _earlier(batch: int, head: int, query: int, key: int) -> bool:
+    """Whether a key comes before its query; a mask function in the form of transformers'."""
+    return key < query
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -411,6 +401,7 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, UnevenGenerationMixin, WindowedGene
         num_steps: int | None = None,
         stop_tolerance: float | None = None,
         output_energies: bool | None = None,
+        folded_steps: FoldedSteps | None = None,
         **kwargs: Any,
     ) -> EnergyCausalLMOutputWithPast:
         """Run the steps and the head.
@@ -418,7 +409,7 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, UnevenGenerationMixin, WindowedGene
         Args:
             labels (`torch.LongTensor` of shape (B, S), *optional*): targets, shifted inside; -100 is ignored.
             logits_to_keep (`int` or `torch.Tensor`, *optional*): positions to compute logits for; 0 means all.
-            num_steps, stop_tolerance, output_energies: as in [`NRGPTModel`].
+            num_steps, stop_tolerance, output_energies, folded_steps: as in [`NRGPTModel`].
 
         Returns:
             [`EnergyCausalLMOutputWithPast`].
@@ -436,6 +427,7 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, UnevenGenerationMixin, WindowedGene
             num_steps=num_steps,
             stop_tolerance=stop_tolerance,
             output_energies=output_energies,
+            folded_steps=folded_steps,
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
@@ -459,20 +451,29 @@ class NRGPTForCausalLM(NRGPTPreTrainedModel, UnevenGenerationMixin, WindowedGene
         """Say that there are no keys and values."""
         return "its paged cache holds keys and values, and this model keeps one vector per token and step."
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        with self.model.block.folded_for_decoding(at_once=getattr(kwargs.get("cache"), "is_compileable", False)):
-            return super()._sample(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    @wraps(GenerationMixin.generate)  # pyright: ignore[reportAttributeAccessIssue]
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; single tokens take [`FoldedSteps`], which are faster."""
+        parent: Any = super()
+        given = inspect.signature(parent.generate).bind_partial(*args, **kwargs).arguments
+        # The arguments of a call are also passed to a draft model or a recipe from the Hub, which may not accept this.
+        if given.get("assistant_model") is None and not isinstance(given.get("custom_generate"), str):
+            kwargs["folded_steps"] = FoldedSteps(self.model.block)
+        return parent.generate(*args, **kwargs)
 
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        with self.model.block.folded_for_decoding(at_once=getattr(kwargs.get("cache"), "is_compileable", False)):
-            return super()._beam_search(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    @wraps(WindowedGenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
+        """Prepare one forward of `generate`; weights are folded before a compiled forward."""
+        if kwargs.get("folded_steps") is not None:
+            kwargs["folded_steps"].fold_for(kwargs.get("cache"))
+        return super().prepare_inputs_for_generation(*args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(
         config: NRGPTConfig, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache, **kwargs: Any
     ) -> torch.Tensor:
-        """Make the mask ahead of a compiled forward: the padding mask would be of another size for each token."""
-        others = (lambda batch, head, query, key: key < query) if config.exclude_self else None
+        """Make the mask ahead of a compiled forward: a padding mask has another size for each token."""
+        others = _earlier if config.exclude_self else None
         create: Any = create_causal_mask
         return create(
             config, inputs_embeds, attention_mask, cache, and_mask_function=others, allow_is_causal_skip=False

@@ -13,6 +13,7 @@ Shapes: B batch, S new tokens, D hidden size, V vocabulary, T loops, N layers.
 The checkpoint's words: `total_ut_steps` is `num_loops`, `ut step` is loop.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -78,10 +79,55 @@ class OuroPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(Attention, index=1, num_hidden_layers_key="total_num_hidden_layers"),
     }
 
+    def __init__(self, config: OuroConfig, *args: Any, **kwargs: Any):
+        # Again, as fields may have been set since: `from_pretrained(name, training_loss=...)` does.
+        config.validate_architecture()
+        super().__init__(config, *args, **kwargs)
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, ExactLinear):
             module.init_normal(self.config.initializer_range)
+
+
+def resolve_exit(
+    config: OuroConfig, num_loops: Any, exit_at_step: Any, exit_threshold: Any
+) -> tuple[int, float, bool]:
+    """Return how many loops run, the threshold q at which tokens leave earlier, and whether an exit step says so.
+
+    Args:
+        config: gives what the call does not: `num_loops`, `early_exit_step` and `early_exit_threshold`.
+        num_loops, exit_at_step, exit_threshold: arguments of a call, each *optional*. A step outranks the threshold,
+            which is then 1.
+
+    Raises:
+        ValueError: for a loop count below 1, a step that is no loop, or a threshold that is no number.
+    """
+    loops, q = resolve_num_loops(config, num_loops), config.early_exit_threshold
+    if exit_threshold is not None:
+        try:
+            q = float("nan") if isinstance(exit_threshold, (bool, str)) else float(exit_threshold)
+        except (TypeError, ValueError, RuntimeError):  # lists, objects, tensors of several numbers
+            q = float("nan")
+        if q != q:
+            raise ValueError(
+                f"exit_threshold={exit_threshold!r} must be a number: tokens leave once their cumulated exit "
+                "probability reaches it, and from 1 on never. Leave it out to use the config's."
+            )
+    name, step = "exit_at_step", exit_at_step
+    if step is None:
+        name, step = "early_exit_step", config.early_exit_step
+    if step is None:
+        return loops, q, False
+    try:
+        index = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        index = -1
+    if not 0 <= index < loops:
+        raise ValueError(
+            f"{name}={step!r} must be between 0 and {loops - 1}, a whole number: it counts the {loops} loops from 0."
+        )
+    return index + 1, 1.0, True
 
 
 class OuroModel(OuroPreTrainedModel):
@@ -110,6 +156,7 @@ class OuroModel(OuroPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         num_loops: int | None = None,
+        exit_at_step: int | None = None,
         exit_threshold: float | None = None,
         output_loop_hidden_states: bool | None = None,
         **kwargs: Any,
@@ -126,7 +173,10 @@ class OuroModel(OuroPreTrainedModel):
             cache (`Cache`, *optional*): one slot per (loop, layer), as `DynamicCache(config=model.config)` has.
             use_cache (`bool`, *optional*): return a cache.
             num_loops (`int`, *optional*): loops to run, the config's by default.
+            exit_at_step (`int`, *optional*): stop after this loop, counted from 0, whatever the threshold;
+                `config.early_exit_step` by default.
             exit_threshold (`float`, *optional*): q below 1 lets tokens leave early; see [`OuroForCausalLM`].
+                `config.early_exit_threshold` by default.
             output_loop_hidden_states (`bool`, *optional*): return the states after each loop and the exit
                 distribution. With early exit the state of a token that left is repeated.
 
@@ -135,14 +185,14 @@ class OuroModel(OuroPreTrainedModel):
             input of every visit in order, and the last normed state.
 
         Raises:
-            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a loop count below 1, a cache with too
-                few slots or filled by fewer loops, packed documents together with a cache, or early exit together with
-                an attention implementation other than sdpa and eager, gradient checkpointing, or recorded hidden
-                states or attentions.
+            ValueError: for both or neither of `input_ids` and `inputs_embeds`, a loop count below 1, an exit step
+                outside the loops, a threshold that is no number, a cache with too few slots or filled by fewer loops,
+                packed documents together with a cache, or early exit together with an attention implementation other
+                than sdpa and eager, gradient checkpointing, or recorded hidden states or attentions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        q = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
+        num_loops, q, _ = resolve_exit(self.config, num_loops, exit_at_step, exit_threshold)
         if q < 1:
             self._check_early_exit(q, kwargs)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -301,6 +351,11 @@ class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin, GenerationMixi
         if self.generation_config is not None:
             repair_special_tokens(self.generation_config)
 
+    def loops_to_run(self, model_kwargs: dict) -> int:
+        """Return how many loops a call of `generate` with these arguments runs at most; an exit step counts."""
+        given = (model_kwargs.get(name) for name in ("num_loops", "exit_at_step", "exit_threshold"))
+        return resolve_exit(self.config, *given)[0]
+
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
@@ -342,17 +397,12 @@ class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin, GenerationMixi
         Raises:
             ValueError: for an exit step outside the loops, and as [`OuroModel`].
         """
-        loops = resolve_num_loops(self.config, num_loops)
-        step = self.config.early_exit_step if exit_at_step is None else exit_at_step
-        mixture = use_weighted_exit
-        if labels is not None:
-            step, exit_threshold, mixture = None, 1.0, self.config.training_loss == "mixture"
-        if step is not None:
-            if not 0 <= step < loops:
-                raise ValueError(f"exit_at_step={step} must be between 0 and {loops - 1}, the last of {loops} loops.")
-            num_loops, exit_threshold, mixture = step + 1, 1.0, False
-        threshold = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
-        mixture = mixture and threshold >= 1
+        if labels is None:
+            loops, q, fixed = resolve_exit(self.config, num_loops, exit_at_step, exit_threshold)
+            mixture = use_weighted_exit and not fixed and q >= 1
+        else:
+            loops, q, fixed = resolve_num_loops(self.config, num_loops), 1.0, True
+            mixture = self.config.training_loss == "mixture"
         output_loops = bool(output_loop_hidden_states or output_loop_logits)
         outputs = self.model(
             input_ids=input_ids,
@@ -361,8 +411,9 @@ class OuroForCausalLM(OuroPreTrainedModel, LoopedGenerationMixin, GenerationMixi
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            num_loops=num_loops,
-            exit_threshold=threshold,
+            num_loops=loops,
+            exit_at_step=loops - 1 if fixed else None,
+            exit_threshold=q,
             output_loop_hidden_states=output_loops or mixture,
             **kwargs,
         )

@@ -1,10 +1,10 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Layouts by lot: each visit of an attention layer has a window or none, drawn anew at every step.
+"""Random window layouts: which visits of attention layers see all tokens, and the vote of a model over layouts.
 
-Trained that way, a model answers under any layout. Asked under several, it votes: the logits are averaged.
+A model trained with a new layout at every step (`loopergy.training.random_windows`) works under any of them. Its vote
+is the mean of the logits under several:
 
     windows = RandomWindows(share_full=0.25, window=512)
-    Trainer(model, args, train_dataset=data, callbacks=[windows.callback(model.config)]).train()
     logits = windows.vote(model, input_ids, votes=5)
 
 Source: LT2 (arXiv 2605.20670), ablation of layouts; patterns `random:a:b` and `bookend_random:a:b` of its recipes,
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from loopergy.configuration.configuration_lt2 import LT2Config
 
@@ -59,7 +59,7 @@ class RandomWindows:
         """
         found = re.fullmatch(r"(bookend_)?random:(\d+):(\d+)", pattern.strip())
         if found is None or int(found[2]) + int(found[3]) == 0:
-            raise ValueError(f"{pattern!r} is no layout by lot: write 'random:3:1' or 'bookend_random:3:1'.")
+            raise ValueError(f"{pattern!r} is not a random layout: write 'random:3:1' or 'bookend_random:3:1'.")
         windowed, full = int(found[2]), int(found[3])
         return cls(full / (windowed + full), window, keep_ends=found[1] is not None)
 
@@ -89,7 +89,7 @@ class RandomWindows:
 
     @contextmanager
     def applied(self, config: LT2Config, seed: int) -> Iterator[None]:
-        """Give a model's config a drawn layout for a while."""
+        """Set a drawn layout on a model's config, and the former one again at the end of the `with` block."""
         before = config.loop_windows
         config.loop_windows = self.draw(config, seed)  # type: ignore[assignment]
         try:
@@ -126,21 +126,5 @@ class RandomWindows:
                 total = total + model(input_ids, use_cache=False, **inputs).logits
         return torch.as_tensor(total) / votes
 
-    def callback(self, config: LT2Config, seed: int = 0) -> TrainerCallback:
-        """Return what makes a `Trainer` draw a layout for every optimizer step, from `seed` and the step's number.
 
-        Between steps the config is as it was, so checkpoints and evaluation have its own layout.
-        """
-        return _DrawEachStep(self, config, seed)
-
-
-class _DrawEachStep(TrainerCallback):
-    def __init__(self, windows: RandomWindows, config: LT2Config, seed: int):
-        self.windows, self.config, self.seed = windows, config, seed
-        self.own = config.loop_windows
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.config.loop_windows = self.windows.draw(self.config, self.seed + state.global_step)  # type: ignore[assignment]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.config.loop_windows = self.own
+__all__ = ["RandomWindows"]

@@ -11,6 +11,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from loopergy.modeling.energy_outputs import EnergyClassifierOutputWithPast
+from loopergy.modeling.looped_outputs import mean_divergence
 
 
 class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
@@ -48,7 +49,9 @@ class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
         `config.pad_token_id`.
 
         Args:
-            labels (`torch.Tensor` of shape (batch,), *optional*): classes, or values if `config.num_labels` is 1.
+            labels (`torch.Tensor` of shape (batch,), *optional*): classes, or values if `config.num_labels` is 1. A
+                divergence of indexers that the model returns (LT2 in training, with `dsa_indexer_loss_weight`) is
+                averaged over each sequence's real tokens, then over the sequences, weighted and added to the loss.
 
         Returns:
             `logits` of shape (batch, num_labels), `loss` with labels, and `energies` of a model that has them.
@@ -66,11 +69,15 @@ class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
             **kwargs,
         )
         states = outputs.last_hidden_state
-        last = self._last_token(input_ids, attention_mask, states)
+        real = self._real_tokens(input_ids, attention_mask, states)
+        last = (torch.arange(states.shape[1], device=states.device) * real).argmax(dim=-1)
         logits = self.score(states[torch.arange(states.shape[0], device=states.device), last])
-        loss = None
+        loss, divergence = None, outputs.get("indexer_divergence")
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            if divergence is not None:
+                mean = mean_divergence(divergence, real, kwargs.get("num_items_in_batch"), per_row=True)
+                loss = loss + self.config.dsa_indexer_loss_weight * mean.to(loss.device)
         return EnergyClassifierOutputWithPast(
             loss=loss,
             logits=logits,
@@ -80,20 +87,18 @@ class LastTokenClassification(PreTrainedModel if TYPE_CHECKING else object):
             energies=outputs.get("energies"),
         )
 
-    def _last_token(
+    def _real_tokens(
         self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, states: torch.Tensor
     ) -> torch.Tensor:
+        """Return which of the new tokens are no padding, (batch, length)."""
         batch, length = states.shape[:2]
-        index = torch.arange(length, device=states.device)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            real = attention_mask[:, -length:].to(states.device) != 0
-        elif self.config.pad_token_id is not None and input_ids is not None:
-            real = input_ids.to(states.device) != self.config.pad_token_id
-        elif batch == 1 or input_ids is None:
-            return torch.full((batch,), length - 1, device=states.device)
-        else:
+            return attention_mask[:, -length:].to(states.device) != 0
+        if self.config.pad_token_id is not None and input_ids is not None:
+            return input_ids.to(states.device) != self.config.pad_token_id
+        if batch > 1 and input_ids is not None:
             raise ValueError(
                 f"{batch} sequences, but neither attention_mask nor config.pad_token_id tells where they end. Pass "
                 "attention_mask, or set model.config.pad_token_id."
             )
-        return (index * real).argmax(dim=-1)
+        return torch.ones(batch, length, dtype=torch.bool, device=states.device)

@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Use a linear layer's matrix a second time, transposed, with all that adapters and offloading do to it.
+"""Apply the transpose of a linear layer, with its adapters, quantisation and offloading.
 
 The gradient of an energy needs W^T beside W. `projection(x)` is the first use; [`read_out`] the second. Reading
 `projection.weight` instead would miss an adapter, a quantised storage or an offloaded weight.
@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# The third stands for a plain one while a program is exported.
+# FakeTensor takes the place of a plain tensor while a program is exported.
 WEIGHT_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
@@ -81,7 +81,7 @@ def plain_weight(projection: nn.Module) -> torch.Tensor | None:
 
 
 def _dequantised_weight(projection: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the matrix that a packed weight stands for, or `None` if it cannot tell or is not all of the map."""
+    """Return the dequantised matrix of a packed weight, or `None` if there is none or it is only part of the map."""
     weight: Any = getattr(projection, "weight", None)
     can_tell = isinstance(weight, torch.Tensor) and type(weight).dequantize is not torch.Tensor.dequantize
     if not can_tell or weight.shape != _shape(projection) or getattr(weight, "act_pre_scale", None) is not None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from loopergy.modeling.building_blocks import at_least_float32
 from loopergy.modeling.kernels.energy_gradients import causal_pull, gelu_and_slope, slope_product
+from loopergy.modeling.kernels.tracing import in_functorch
 from loopergy.modeling.tied_projection import plain_weight, read_out
 
 
@@ -96,7 +97,7 @@ class FeedForwardEnergy(nn.Module):
         return -self.fc2(F.gelu(z)) - read_out(self.fc1, slope_product(inner, z))
 
     def folded(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return matrix and bias before [`hidden`], and matrix and constant after it, of the gradient as a sandwich.
+        """Return matrix and bias before [`hidden`], and matrix and constant after it: together, the gradient.
 
         The matrices are (width, D) both; g is multiplied by the first, and what `hidden` gives by the second from the
         right.
@@ -168,7 +169,7 @@ class EnergyAttention(nn.Module):
     def energy(self, g: torch.Tensor, memory: torch.Tensor, neighbours: Neighbours) -> torch.Tensor:
         """Return the energy (B, S), in float32 at least; 0 for a token that attends to none."""
         visible, lonely = _materialised(neighbours, g.shape[1], memory.shape[1], g.device)
-        visible = visible[..., : memory.shape[1]]  # of a static cache, whose room is empty
+        visible = visible[..., : memory.shape[1]]  # a static cache is longer than its content
         scores = at_least_float32(g[:, None] @ self.keys(memory).transpose(2, 3)) * self.beta
         free_energy = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=-1).masked_fill(lonely.squeeze(-1), 0)
         if self.alpha is not None:
@@ -193,7 +194,7 @@ class EnergyAttention(nn.Module):
             return causal_pull(g, self.k_proj.weight, self.beta, neighbours.exclude_self)
         shift = 0
         if neighbours.visible is None and neighbours.exclude_self:
-            # Without itself token A sees what token A - 1 sees with itself.
+            # Token A without itself sees the same as token A - 1 with itself.
             if memory.shape[1] == 1:
                 return torch.zeros_like(g)
             shift = int(g.shape[1] > 1)
@@ -201,7 +202,7 @@ class EnergyAttention(nn.Module):
         keys = self.keys(memory)
         queries = g[:, None].expand(-1, self.num_heads, -1, -1)
         causal = False
-        if neighbours.visible is None and g.shape[1] > 1:  # a branch, as a compiler's symbol would be no bool
+        if neighbours.visible is None and g.shape[1] > 1:  # a branch: a symbolic length would not give a bool
             causal = True
         outputs = F.scaled_dot_product_attention(
             queries,
@@ -260,10 +261,10 @@ def is_plain(linear: nn.Module) -> bool:
 
 
 def _trains_plainly(g: torch.Tensor, *linears: nn.Module) -> bool:
-    """Whether gradients are wanted in the type of plain weights, and in one that is wide enough to sum in."""
+    """Whether gradients are needed, the weights are plain, and the dtype is float32 or float64."""
     wide = g.dtype in (torch.float32, torch.float64) and g.device.type != "meta"
     wide = wide and not torch.is_autocast_enabled(g.device.type)
-    wide = wide and not torch._C._are_functorch_transforms_active()
+    wide = wide and not in_functorch()
     return wide and torch.is_grad_enabled() and all(is_plain(linear) for linear in linears)
 
 

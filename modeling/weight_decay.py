@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Which parameters weight decay is for: one rule for all models."""
+"""Which parameters get weight decay: one rule for all models."""
 
 import torch
 from torch import nn

@@ -14,9 +14,9 @@ import loopergy
 from loopergy.describe import model_cost
 from loopergy.distill.distill import prepare_student
 from loopergy.distill.pictures import draw_quality
+from loopergy.distill.pretrain_recipe import PretrainRecipe, pretrain
 from loopergy.distill.report import HeldOut, evaluate_heldout
 from loopergy.distill.select import select_layers
-from loopergy.pretraining import PretrainRecipe, pretrain
 from loopergy.recipes import find_recipe
 from loopergy.training.data import PackedDataset, held_out_batches
 

@@ -65,8 +65,8 @@ class Characters(Task):
     def stream(self, split: Split) -> torch.Tensor:
         """Return the ids of a split; `"validation"` and `"test"` are the same last tenth."""
         check_split(split)
-        border = int(0.9 * len(self._ids))
-        return self._ids[:border] if split == "train" else self._ids[border:]
+        boundary = int(0.9 * len(self._ids))
+        return self._ids[:boundary] if split == "train" else self._ids[boundary:]
 
     def rows(self, split: Split = "train", count: int = 1000, seed: int = 0) -> Windows:
         """Return `count` windows at random places."""

@@ -217,15 +217,15 @@ class ListOps(Task):
     @cached_property
     def _streams(self) -> dict[str, torch.Tensor]:
         train, test = (torch.tensor(list(chain.from_iterable(part))) for part in (self.train_chains, self.test_chains))
-        border = int(0.9 * len(train))
-        return {"train": train[:border], "validation": train[border:], "test": test}
+        boundary = int(0.9 * len(train))
+        return {"train": train[:boundary], "validation": train[boundary:], "test": test}
 
     @cached_property
     def _chains(self) -> dict[str, list[list[int]]]:
         """Whole samples by split: a training sample counts where its first token is."""
         starts = accumulate((len(sample) for sample in self.train_chains), initial=0)
-        border = len(self._streams["train"])
-        seen = sum(start < border for start in starts)
+        boundary = len(self._streams["train"])
+        seen = sum(start < boundary for start in starts)
         return {"train": self.train_chains[:seen], "validation": self.train_chains[seen:], "test": self.test_chains}
 
     def rows(self, split: Split = "train", count: int = 1000, seed: int = 0) -> Windows:

@@ -179,7 +179,7 @@ class TextAndTasks(IterableDataset):
         if not text.separate:
             raise ValueError("The text must keep documents separate (`documents='separate'`), as the examples are.")
         self.text, self.tasks, self.seed = text, list(tasks), seed
-        # Rows to begin behind; and up to some row, how many are text.
+        # The row to begin at; and a row with the number of text rows before it, so that they are counted once.
         self._rows, self._counted = 0, (0, 0)
 
     @property

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loopergy.tasks.task import Accuracy, Answer, Example, ExampleTask, Split, answer_accuracy
 from loopergy.tasks.text import read_text
-from loopergy.tasks.vocabulary import character_tokenizer
+from loopergy.tasks.vocabulary import character_tokenizer, encode
 from loopergy.training.checks import check_least
 from loopergy.training.data import Split as TextSplit
 
@@ -107,11 +107,12 @@ class Needle(ExampleTask):
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _can_write(self, text: str) -> bool:
-        tokenizer = self.tokenizer  # its own one reads the source, whose errors are to be seen
+        tokenizer = self.tokenizer  # outside the `try`: its own one reads the source, whose errors must surface
         try:
-            return text in tokenizer.decode(self._encode(f" {text} "))
-        except Exception:  # what a tokenizer without an unknown token raises has no class of its own
+            ids = encode(tokenizer, f" {text} ", add_special_tokens=False, verbose=False)["input_ids"]
+        except ValueError:  # a tokenizer without an unknown token
             return False
+        return text in tokenizer.decode(ids)
 
     def _parts(self, word: str, number: str) -> tuple[list[int], list[int], list[int]]:
         """Return the tokens of needle, question and answer."""

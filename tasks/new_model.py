@@ -11,7 +11,7 @@ from transformers import (
     set_seed,
 )
 
-from loopergy.conversion.config_fields import check_fields
+from loopergy.conversion.config_fields import check_field_names
 from loopergy.tasks.task import Task
 
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -34,7 +34,7 @@ def new_model(model_type: str, task: Task, seed: int = 0, **fields: Any) -> PreT
             f"transformers knows no model type {model_type!r}; give one such as 'llama', 'ouro' or 'lt2'."
         )
     kind = CONFIG_MAPPING[model_type]
-    known = check_fields(kind, fields)
+    known = check_field_names(kind, fields)
     tokenizer = task.tokenizer
     sized = {
         **SMALL,

@@ -139,16 +139,6 @@ class History:
         return cls(**json.loads((Path(folder) / HISTORY_FILE).read_text(encoding="utf-8")))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: with weight decay and without, see [`decays`]."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for name, parameter in trained if decays(name, parameter) is side], "weight_decay": rate}
-        for side, rate in ((True, weight_decay), (False, 0.0))
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def learning_rate_share(step: int, steps: int, warmup: int, decay: str, last: float) -> float:
     r"""Return the learning rate of a step as a share of the peak.
 
@@ -211,13 +201,9 @@ class TaskTrainer(WholeCheckpointsTrainer):
         self.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         self.read_progress(checkpoint)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer with the groups of `parameter_groups`."""
-        if self.optimizer is None:
-            module: Any = self.model if model is None else model
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, module)
-            self.optimizer = kind(parameter_groups(module, self.args.weight_decay), **options)
-        return self.optimizer
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters that get weight decay; see [`decays`]."""
+        return [name for name, parameter in model.named_parameters() if decays(name, parameter)]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         """Make the schedule of `learning_rate_share`."""
@@ -271,14 +257,14 @@ def train_on_task(
 
     Raises:
         ValueError: A model that is not causal, or whose vocabulary or context is too small for the task; a task of
-            too few sequences; a folder that holds something else, or that another run writes to; weights that are no
-            numbers after the training.
+            too few sequences; a folder that holds something else, or that another run writes to; weights that are not
+            finite after the training.
     """
     check_fits(model, task)
     task.check_splits(args.seed)
     folder, processes = Path(args.output_dir), join_processes()
     _check_folder(folder)
-    # None writes before all have looked.
+    # No process writes before all have looked.
     processes.wait_for_everyone()
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder, processes.is_main_process):
@@ -430,7 +416,7 @@ def _points(log_history: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
         if "num_input_tokens_seen" in entry:
             point["tokens"] = entry["num_input_tokens_seen"]
         for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_accuracy"):
-            # JSON has no word for what is no number, such as the norm of a step that float16 skipped.
+            # JSON has no NaN or infinity, such as the norm of a step that float16 skipped.
             if name in entry and math.isfinite(entry[name]):
                 point[name] = float(entry[name])
     return [points[step] for step in sorted(points) if len(points[step]) > 2]

@@ -49,7 +49,7 @@ def encode(tokenizer: Any, text: str, **options: Any) -> Any:
     try:
         encoded = tokenizer(text, **options)
     except Exception as error:  # the tokenizers library raises nothing more special
-        if "Missing [UNK] token" not in str(error):
+        if not lacks_a_word(error):
             raise
         pieces = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
         known = tokenizer.get_vocab()
@@ -62,6 +62,11 @@ def encode(tokenizer: Any, text: str, **options: Any) -> Any:
     if not torch.as_tensor(encoded["input_ids"]).numel():
         raise ValueError(f"The text {text!r} has no token: give at least one word.")
     return encoded
+
+
+def lacks_a_word(error: Exception) -> bool:
+    """Say whether a tokenizer raised this error over a word that it lacks, for want of an unknown token."""
+    return "Missing [UNK] token" in str(error)
 
 
 def _fixed(tokens: Iterable[str]) -> Tokenizer:

@@ -61,7 +61,7 @@ def topics() -> list[str]:
 @pytest.fixture(scope="session")
 def topics_tokenizer(topics):
     """Train a byte-level BPE of 1,024 tokens on the topics, with Ouro's special tokens at Ouro's ids 0, 1 and 2."""
-    from loopergy.pretraining import train_tokenizer
+    from loopergy.training.new_tokenizer import train_tokenizer
 
     return train_tokenizer(topics, 1024)
 
@@ -80,3 +80,36 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )
+
+
+@pytest.fixture(scope="session")
+def run_in_chunks():
+    """Feed token ids to a causal model in pieces; return the logits of all of them and the cache."""
+
+    def run(model, ids, sizes, cache=None, **kwargs):
+        logits, start = [], 0
+        for size in sizes:
+            outputs = model(ids[:, start : start + size], cache=cache, use_cache=True, **kwargs)
+            logits.append(outputs.logits)
+            cache, start = outputs.cache, start + size
+        return torch.cat(logits, dim=1), cache
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shifted_nrgpt():
+    """Build a tiny NRGPT in float64 whose biases and scales are moved off their starts."""
+    from loopergy import NRGPTConfig, NRGPTForCausalLM
+
+    def build(**fields):
+        torch.manual_seed(0)
+        config = NRGPTConfig.from_preset("tiny", **{"initializer_range": 0.2, **fields})
+        model = NRGPTForCausalLM(config).double().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "bias" in name or parameter.ndim == 1:
+                    parameter += 0.2 * torch.randn_like(parameter)
+        return model
+
+    return build

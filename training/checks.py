@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""What a stage refuses or warns of: before training what cannot be right, after it weights that are no numbers."""
+"""Checks of a stage: before training, settings that cannot be right; after it, weights that are not finite."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def check_least(where: str, settings: Any, **least: float) -> None:
 
 
 def check_arguments(args: Any, **least: float) -> None:
-    """Refuse settings of a trainer that it would stumble over later, or not heed; for its `__post_init__`.
+    """Refuse settings of a trainer that it would fail on later, or ignore; for its `__post_init__`.
 
     Args:
         args (`TrainingArguments`): Before its own `__post_init__`; whole numbers are made `int`.
@@ -109,7 +109,7 @@ def warn_of_rounding(model: nn.Module) -> None:
 
 
 def check_finite(model: nn.Module, accelerator: Accelerator, checkpoints: str) -> None:
-    """Refuse trained weights that are no numbers; all processes call this together, as each may hold a shard.
+    """Refuse trained weights that are not finite; all processes call this together, as each may hold a shard.
 
     Args:
         model (`nn.Module`): What requires a gradient is looked at.

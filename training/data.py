@@ -14,12 +14,12 @@ Sources are named by a string:
 | anything else                 | a data set of the Hub, streamed; `"name"` or `"name:config"`        |
 
 **Held-out documents.** A document is held out if the CRC-32 of its text is divisible by 8 (`is_held_out`). The rule
-needs no list, holds for streams, and keeps copies of a document on one side. Blank documents are on none.
+needs no list, holds for streams, and keeps copies of a document on one side. Blank documents are on neither.
 
 **Packing.** Documents follow each other, each closed by the separator token, cut into rows of `length` tokens without
 loss. With `documents="separate"` the positions restart at each document, which all mixers of our models and
-transformers' attention take as a border; the first token of a document is no target. With `"contiguous"` a row is one
-long text.
+transformers' attention take as a boundary; the first token of a document is no target. With `"contiguous"` a row is
+one long text.
 """
 
 import hashlib
@@ -41,6 +41,7 @@ from transformers import PreTrainedTokenizerBase
 IGNORE = -100  # the label of what is no target
 HELD_OUT_EVERY = 8
 _TEXT_FILES = (".txt", ".md", ".py", ".rst")
+_OTHER_FILES = (".parquet", ".csv", ".tsv", ".json", ".gz", ".zst", ".zip", ".arrow")
 # Rows whose start is remembered, so that a checkpoint can be taken behind what a data loader fetched ahead.
 _REMEMBERED_ROWS = 4096
 
@@ -55,7 +56,7 @@ def is_held_out(text: str) -> bool:
 
 
 def in_split(text: str, split: Split) -> bool:
-    """Say whether a document belongs to `"train"`, `"held_out"` or `"all"`; a blank one is on no side."""
+    """Say whether a document belongs to `"train"`, `"held_out"` or `"all"`; a blank one belongs to none of them."""
     return bool(text.strip()) and split in ("all", "held_out" if is_held_out(text) else "train")
 
 
@@ -161,9 +162,16 @@ class _Stream:
 
     def iterate_from(self, start: int) -> Iterator[str]:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
 
         name, _, config = self.name.partition(":")
-        records: Any = load_dataset(name, config or None, split="train", streaming=True)
+        try:
+            records: Any = load_dataset(name, config or None, split="train", streaming=True)
+        except (OSError, DatasetNotFoundError) as error:
+            raise FileNotFoundError(
+                f"Source {self.name!r} is no file or folder here, and the Hub did not give a data set of that name: "
+                f"{error}"
+            ) from error
         for record in records.skip(start) if start else records:
             yield _record_text(record, self.tokenizer, f"data set {self.name!r}")
 
@@ -205,7 +213,7 @@ def load_documents(source: str | Path | Iterable[str], tokenizer: PreTrainedToke
         if path.suffix not in (*_TEXT_FILES, ".jsonl"):
             raise ValueError(f"File {name!r}: allowed are {', '.join(_TEXT_FILES)} and .jsonl.")
         return list(_file_documents(path, tokenizer))
-    if path.suffix in (*_TEXT_FILES, ".jsonl") or name.startswith(("/", ".", "~")):
+    if path.suffix in (*_TEXT_FILES, ".jsonl", *_OTHER_FILES) or name.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"Source {name!r} is neither a file nor a folder.")
     return _Stream(name, tokenizer)
 
@@ -424,7 +432,7 @@ class LanguageModelCollator:
         for row in rows:
             ids, pads = row["input_ids"], length - len(row["input_ids"])
             mask = row.get("attention_mask", torch.ones_like(ids))
-            # Nothing predicts a real token behind a pad either.
+            # Nothing predicts a real token after a pad either.
             behind_pad = torch.nn.functional.pad(mask[:-1], (1, 0), value=1) == 0
             labels = row.get("labels", ids).masked_fill((mask == 0) | behind_pad, IGNORE)
             columns["input_ids"].append(torch.nn.functional.pad(ids, (0, pads), value=self.pad_token_id))

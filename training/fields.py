@@ -29,7 +29,7 @@ def field_names(kind: type) -> list[str]:
 
 
 def check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise `ValueError` for what is no mapping, or keys that are not known; the text lists those that are."""
+    """Raise `ValueError` for what is not a mapping, or for unknown keys; the text lists the known ones."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: this must be a mapping of fields, such as {{{known[0]}: ...}}, got {values!r}.")
     unknown = sorted(set(values) - set(known), key=str)
@@ -38,7 +38,7 @@ def check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> N
 
 
 def read_value(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as its type hint wants it: `100.0` is 100 where a whole number is asked for.
+    """Convert a value to what its type hint declares: `100.0` is 100 where a whole number is expected.
 
     Args:
         name (`str`): What the value is, for the message.
@@ -131,7 +131,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_part(where: str, values: Any, kind: type, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a mapping of fields as their dataclass wants them, see [`read_value`].
+    """Convert the values of a mapping to the types that a dataclass declares, by [`read_value`].
 
     Args:
         where (`str`): Name of the part, for messages.
@@ -140,7 +140,7 @@ def read_part(where: str, values: Any, kind: type, more: Sequence[str] = ()) -> 
         more (sequence of `str`): Other keys that the part may have.
 
     Raises:
-        ValueError: No mapping, an unknown key, or a value of another type.
+        ValueError: Not a mapping, an unknown key, or a value of another type.
     """
     check_keys(where, values, [*field_names(kind), *more])
     hints = _hints(kind)
@@ -151,10 +151,22 @@ def read_part(where: str, values: Any, kind: type, more: Sequence[str] = ()) -> 
 
 
 def read_fields(settings: Any) -> None:
-    """Set the fields of a dataclass's instance as they want to be, see [`read_value`]; for its `__post_init__`.
+    """Convert the fields of a dataclass instance to their declared types, by [`read_value`]; for its `__post_init__`.
 
     Raises:
         ValueError: A value of another type.
     """
     for name, hint in _hints(type(settings)).items():
         setattr(settings, name, read_value(f"`{name}`", getattr(settings, name), hint))
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the entries in which two nested mappings differ, by dotted names, with the values of both sides."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*there, *here}):
+        one, other = there.get(name), here.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found |= differences(one, other, f"{prefix}{name}.")
+        elif one != other:
+            found[f"{prefix}{name}"] = one, other
+    return found

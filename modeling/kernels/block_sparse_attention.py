@@ -3,7 +3,7 @@ r"""Attention to summaries of blocks, to whole selected blocks, and to a window 
 
 Keys and values are averaged over blocks of tokens; attention to these averages is the first branch, and its weights
 select the blocks that the second branch reads token by token; the third reads the last tokens. Blocks are counted in
-real tokens from the beginning of each row, so padding does not move their borders. Queries are taken a few at a time.
+real tokens from the beginning of each row, so padding does not move them. Queries are taken a few at a time.
 
 Letters: B batch, S new tokens, L cached + new tokens, H heads, E key-value heads, G = H / E, D head dimension,
 C blocks.
@@ -57,12 +57,12 @@ def pool_blocks(
         real (`torch.BoolTensor` of shape (B, L), *optional*): False at padding.
 
     Returns:
-        `torch.Tensor` of shape (B, E, C', D), C' = complete(L). A row with padding has fewer complete blocks than
-        columns; the last ones mean nothing.
+        `torch.Tensor` of shape (B, E, C', D) in the type of the tokens, C' = complete(L). A row with padding has
+        fewer complete blocks than columns; the last ones mean nothing.
     """
     length = tokens.shape[2]
     count = pooling.complete(length)
-    known = tokens.new_zeros(*tokens.shape[:2], 0, tokens.shape[3]) if blocks is None else blocks
+    known = tokens.new_zeros(*tokens.shape[:2], 0, tokens.shape[3]) if blocks is None else blocks.to(tokens.dtype)
     if real is None and isinstance(past, int):
         first = pooling.complete(past)
         if count == first:

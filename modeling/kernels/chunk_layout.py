@@ -121,7 +121,7 @@ def chunk_layout(
     Args:
         length: tokens in the row.
         chunk_size: tokens in a chunk, at least 1.
-        boundaries: [0, ..., length], the edges of the documents in the row, as `document_boundaries` returns them;
+        boundaries: [0, ..., length], the boundaries of the documents, as `document_boundaries` returns them;
             None for one document.
         device: where `places` is to live.
 

@@ -2,14 +2,14 @@
 """Decays inside a chunk of tokens, for any log decay from 0 down to minus infinity.
 
 With `g_t <= 0` the log decay of token t, what token j wrote counts `D_ij = exp(g_{j+1} + ... + g_i)` for token i.
-No sum of log decays is turned round where it could be large, and none is the difference of two large ones: every
+Nothing is divided by a decay that could be tiny, and no sum of log decays is the difference of two large ones: every
 exponent below is a sum of numbers <= 0, so that nothing overflows and no digit is lost.
 
 For one decay per head that is a table [C, C]. For one per channel there is no such table, as it would have K layers;
 [`channel_chunks`] cuts the chunk in halves instead: when i lies in the later half and j in the earlier one,
 `D_ij = exp(g_{mid+1} + ... + g_i) exp(g_{j+1} + ... + g_mid)`, one factor for the reading and one for the writing row.
-Each half is then a smaller chunk of the same kind. Where decays are mild, so that a whole chunk's may be turned round
-without harm, one product takes the place of all these.
+Each half is then a smaller chunk of the same kind. Where decays are mild, so that keys may be divided by the
+cumulative decay of a whole chunk without harm, one product takes the place of all these.
 
 Shape letters: s chunks of a segment, p (row, head) pairs, n = s * p, C tokens of a chunk, K channels, R kinds of
 reading rows.
@@ -23,13 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.segments import Space, is_traced
+from loopergy.modeling.kernels.segments import Call, Space
+from loopergy.modeling.kernels.tracing import is_traced
 
 # Decays below exp(-floor) count as zero. That is far below the rounding error of the sums they would enter, and far
 # above the denormal numbers that make processors a hundred times slower.
 LOG_DECAY_FLOOR = {torch.float32: 35.0, torch.float64: 80.0}
-# Up to here a sum of log decays may be turned round; a gradient turns it round twice, and exp(80) is still a number.
-_TURNABLE = {torch.float32: 40.0, torch.float64: 300.0}
+# Down to exp(-this) one may divide by a cumulative decay; a gradient divides twice, and exp(80) is still a number.
+_INVERTIBLE = {torch.float32: 40.0, torch.float64: 300.0}
 # On a CPU, exp2 is three times as fast as exp.
 _LOG2_E = math.log2(math.e)
 
@@ -40,8 +41,7 @@ def decay(log_decay: Tensor, out: Tensor | None = None) -> Tensor:
     # exp(-inf) is 35 times as slow as exp of a number on a CPU, hence the clamp before and the threshold after.
     if out is None:
         return without_negligible(log_decay.clamp(min=-floor).exp())
-    factor = torch.clamp(log_decay, min=-floor, out=out).mul_(_LOG2_E).exp2_()
-    return torch.threshold_(factor, _smallest(out.dtype), 0.0)
+    return without_negligible_(torch.clamp(log_decay, min=-floor, out=out).mul_(_LOG2_E).exp2_())
 
 
 def without_negligible(factor: Tensor) -> Tensor:
@@ -49,8 +49,41 @@ def without_negligible(factor: Tensor) -> Tensor:
     return torch.threshold(factor, _smallest(factor.dtype), 0.0)
 
 
+def without_negligible_(factor: Tensor) -> Tensor:
+    """Replace decays below the floor of the dtype by 0, in place."""
+    return torch.threshold_(factor, _smallest(factor.dtype), 0.0)
+
+
 def _smallest(dtype: torch.dtype) -> float:
     return 1.001 * math.exp(-LOG_DECAY_FLOOR[dtype])
+
+
+def running_sums(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of log decays [..., C] over the tokens so far.
+
+    Summed in float64, where the device has it: differences of long float32 sums would lose three digits. What lies
+    beyond the floor of `dtype` is cut off there, as differences of -inf are no numbers.
+
+    Returns:
+        The sums; the same in `dtype`; and what rounding to `dtype` took away.
+    """
+    total = g.to(dtype if g.device.type == "mps" else torch.float64)
+    total = total.clamp(min=-LOG_DECAY_FLOOR[dtype] - 1).cumsum(-1)
+    rounded = total.to(dtype)
+    return total, rounded, (total - rounded).to(dtype)
+
+
+def channel_chunk_size(call: Call, asked: int | None, default: int) -> int:
+    """Return the chunk size for decays per channel: the one asked for, checked, or one that suits the length.
+
+    Raises:
+        ValueError: it is no power of two.
+    """
+    if asked is None:
+        return 1 << (call.chunk_size(None, default) - 1).bit_length()
+    if asked < 1 or asked & (asked - 1):
+        raise ValueError(f"`chunk_size` must be a power of two, as chunks are cut in halves, got {asked}.")
+    return asked
 
 
 class ChannelChunks(NamedTuple):
@@ -59,16 +92,17 @@ class ChannelChunks(NamedTuple):
     Args:
         scores: [n, R, C, C], `sum_c rows_ic D_ijc keys_jc` for j <= i, and 0 for later j.
         read: [n, R, C, K], rows times the decay from the chunk's start.
-        write: [n, C, K], keys times the decay to the chunk's end; if `turned`, over the decay from its start.
+        write: [n, C, K], keys times the decay to the chunk's end; if `divided`, over the decay from its start.
         carry: [n, K], decay of the whole chunk.
-        turned: whether the chunk's decay is still to be put on what it writes, see [`pass_on`].
+        divided: whether keys were divided by the cumulative decay; the chunk's decay is then still to be put on what
+            they write, see [`pass_on`].
     """
 
     scores: Tensor
     read: Tensor
     write: Tensor
     carry: Tensor
-    turned: bool
+    divided: bool
 
 
 def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor) -> ChannelChunks:
@@ -96,23 +130,23 @@ def channel_chunks(space: Space, rows: Sequence[Tensor], keys: Tensor, g: Tensor
         for place, x in zip(read.unbind(2), rows, strict=True):
             torch.mul(x, decays, out=place)
     read = read.view(n, kinds * size, width)
-    turned = torch.div(keys, decays, out=space.take("write", *g.shape)).reshape(n, size, width)
-    scores = torch.bmm(read, turned.mT, out=space.take("scores", n, kinds * size, size))
+    write = torch.div(keys, decays, out=space.take("write", *g.shape)).reshape(n, size, width)
+    scores = torch.bmm(read, write.mT, out=space.take("scores", n, kinds * size, size))
     scores = scores.view(n, kinds, size, size)
     read = read.view(n, kinds, size, width)
     if space.reuse:
         # A copy, as the decays give way to the outputs.
-        return ChannelChunks(scores.tril_(), read, turned, carry.clone(), True)
-    return ChannelChunks(scores.tril(), read, turned * carry[:, None], without_negligible(carry), False)
+        return ChannelChunks(scores.tril_(), read, write, carry.clone(), True)
+    return ChannelChunks(scores.tril(), read, write * carry[:, None], without_negligible(carry), False)
 
 
 def mild_decays(g: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Return the decays from the chunk's start [s, p, C, K] if all may be turned round, else None."""
+    """Return the decays from the chunk's start [s, p, C, K] if one may divide by all of them, else None."""
     if is_traced() or g.device.type != "cpu":
         # A decision by the numbers is not for tracers, and would make an accelerator wait.
         return None
     total = torch.cumsum(g * _LOG2_E, 2) if out is None else _sums(g, _LOG2_E, out)
-    if float(total[:, :, -1].detach().amin()) < -_TURNABLE[g.dtype] * _LOG2_E:
+    if float(total[:, :, -1].detach().amin()) < -_INVERTIBLE[g.dtype] * _LOG2_E:
         return None
     return torch.exp2(total, out=out)
 
@@ -176,12 +210,7 @@ class HeadDecay:
 
     def __init__(self, space: Space, g: Tensor):
         n, size, dtype = *g.shape, space.dtype
-        # Summed in float64 and kept as a pair of numbers: differences of long sums would cost three digits.
-        # What lies beyond the floor counts as -inf, whose differences are no numbers.
-        total = g.to(dtype if g.device.type == "mps" else torch.float64)
-        total = total.clamp(min=-LOG_DECAY_FLOOR[dtype] - 1).cumsum(-1)
-        high = total.to(dtype)
-        rest = (total - high).to(dtype)
+        total, high, rest = running_sums(g, dtype)
         self.since = decay(high)[..., None]
         self.until = decay((total[..., -1:] - total).to(dtype))[..., None]
         future = space.constant(_future, size)
@@ -199,21 +228,21 @@ def _future(size: int, like: Tensor) -> Tensor:
 
 
 def pass_on(
-    state: Tensor, keys: Tensor, values: Tensor, carry: Tensor | None, turned: bool, out: Tensor | None = None
+    state: Tensor, keys: Tensor, values: Tensor, carry: Tensor | None, divided: bool, out: Tensor | None = None
 ) -> Tensor:
-    """Return the state after a chunk: `carry S + W^T V`, or `carry (S + W^T V)` if keys are turned to its start.
+    """Return the state after a chunk: `carry S + W^T V`, or `carry (S + W^T V)` for divided keys.
 
     Args:
         state: [p, K, V].
         keys: [p, K, C], W^T.
         values: [p, C, V].
         carry: [p, K or 1, 1]; None for one.
-        turned: as in [`ChannelChunks`]; saves a product with every key.
+        divided: as in [`ChannelChunks`]; saves a product with every key.
         out: where the result goes, which may be `state`; None for a new tensor.
     """
     if carry is None:
         return torch.baddbmm(state, keys, values, out=out)
-    if turned:
+    if divided:
         state = torch.baddbmm(state, keys, values, out=out)
         return torch.mul(state, carry, out=out)
     state = torch.mul(state, carry, out=out)
@@ -228,7 +257,7 @@ def pass_state(
     v: Tensor,
     carry: Tensor | None,
     state: Tensor,
-    turned: bool = False,
+    divided: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Let chunks read from a state, `O = A V + R S`, and write to it as [`pass_on`] does.
 
@@ -239,7 +268,7 @@ def pass_state(
         v: [s, p, C, V], values.
         carry: [s, p, K or 1, 1], decay of each chunk; None for none.
         state: [b, h, K, V] with b h = p.
-        turned: as in [`ChannelChunks`]; in buffers alone.
+        divided: as in [`ChannelChunks`]; in buffers alone.
 
     Returns:
         The outputs, and the state after the last chunk.
@@ -255,7 +284,7 @@ def pass_state(
     parts = (x.unbind(0) for x in (scores, read, write.mT, v, out))
     for weights, rows, keys, values, target, factor in zip(*parts, carries, strict=True):
         torch.bmm(weights, values, out=target).baddbmm_(rows, memory)
-        pass_on(memory, keys, values, factor, turned, out=memory)
+        pass_on(memory, keys, values, factor, divided, out=memory)
     return out, memory.view_as(state)
 
 

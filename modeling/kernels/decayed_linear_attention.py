@@ -28,8 +28,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.decay import HeadDecay, channel_chunks, mild_decays, pass_state, scan
-from loopergy.modeling.kernels.segments import Call, Space, checked_call, own_precision, run, to_chunks
+from loopergy.modeling.kernels.decay import (
+    HeadDecay,
+    channel_chunk_size,
+    channel_chunks,
+    mild_decays,
+    pass_state,
+    scan,
+)
+from loopergy.modeling.kernels.precision import own_precision
+from loopergy.modeling.kernels.segments import Call, Space, checked_call, run, to_chunks
 
 _CHUNK = 32
 _CHANNEL_CHUNK = 32
@@ -40,7 +48,6 @@ def chunk_simple_gla(
     k: Tensor,
     v: Tensor,
     g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -57,12 +64,11 @@ def chunk_simple_gla(
         k: [B, T, G, K], keys.
         v: [B, T, H, V], values.
         g: [B, T, H], natural logarithm of the decay, at most 0, -inf allowed; None for no decay.
-        g_gamma: [H], log decay that does not depend on the token; instead of `g`.
         scale: factor of the queries; K ** -0.5 if None.
         initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from; zeros if None.
         output_final_state: whether to return the state after the last token.
-        cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
-            document per row.
+        cu_seqlens: [D + 1], boundaries of the documents packed into the single row, rising from 0 to T; None for
+            one document per row.
         chunk_size: tokens per chunk; 32 if None. Changes speed, not results.
 
     Returns:
@@ -70,10 +76,10 @@ def chunk_simple_gla(
         input is float64) or None.
 
     Raises:
-        ValueError: shapes that do not fit together, both decays, or `cu_seqlens` with more than one row.
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
     """
-    call = _checked_simple(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
-    size = _chunk_size(call, chunk_size, _CHUNK)
+    call = _checked_simple(q, k, v, g, scale, initial_state, cu_seqlens)
+    size = call.chunk_size(chunk_size, _CHUNK)
     out, final = run(call, partial(_simple_rule, size), size)
     return out, final if output_final_state else None
 
@@ -119,7 +125,6 @@ def recurrent_simple_gla(
     k: Tensor,
     v: Tensor,
     g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -129,7 +134,7 @@ def recurrent_simple_gla(
 
     Differentiable by autograd any number of times, at the price of one state per token.
     """
-    call = _checked_simple(q, k, v, g, g_gamma, scale, initial_state, cu_seqlens)
+    call = _checked_simple(q, k, v, g, scale, initial_state, cu_seqlens)
     return _all_steps(call, output_final_state)
 
 
@@ -156,17 +161,10 @@ def _checked_simple(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    g_gamma: Tensor | None,
     scale: float | None,
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Call:
-    if g is not None and g_gamma is not None:
-        raise ValueError("Give `g` (a log decay per token) or `g_gamma` (one per head), not both.")
-    if g_gamma is not None:
-        if g_gamma.shape != v.shape[2:3]:
-            raise ValueError(f"`g_gamma` must be {tuple(v.shape[2:3])}, one per head, got {tuple(g_gamma.shape)}.")
-        g = g_gamma.expand(v.shape[:3])
     if g is not None and g.shape != v.shape[:3]:
         raise ValueError(f"`g` must be {tuple(v.shape[:3])} like `v`, got {tuple(g.shape)}.")
     return checked_call((q, k, v) if g is None else (q, k, v, g), scale, state, cu_seqlens)
@@ -181,31 +179,6 @@ def _checked_channel(
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)}."
         )
     return checked_call((q, k, v, g), scale, state, cu_seqlens)
-
-
-def _chunk_size(call: Call, size: int | None, default: int) -> int:
-    """Return the length of the longest document, but no more than what is fastest for long ones."""
-    if size is None and torch.compiler.is_compiling() and call.boundaries is None:
-        return default  # a size that follows the length would make each short length a new program
-    if size is None:
-        return max(1, min(max(stop - start for start, stop in call.documents()), default))
-    if size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {size}.")
-    return size
-
-
-def channel_chunk_size(call: Call, size: int | None, default: int) -> int:
-    """Return the chunk size for decays per channel: the one asked for, checked, or one that suits the length.
-
-    Raises:
-        ValueError: it is no power of two.
-    """
-    if size is None:
-        longest = _chunk_size(call, None, default)
-        return 1 << (longest - 1).bit_length()
-    if size < 1 or size & (size - 1):
-        raise ValueError(f"`chunk_size` must be a power of two, as chunks are cut in halves, got {size}.")
-    return size
 
 
 def _simple_rule(
@@ -287,7 +260,7 @@ def _channel_rule(
     q, k, v, g = (to_chunks(x, size).to(space.dtype) for x in (q, k, v, g))
     chunks = channel_chunks(space, [q], k, g)
     scores, read, write = (x.view(*g.shape[:2], size, -1) for x in chunks[:3])
-    return pass_state(space, scores, read, write, v, chunks.carry.view(*g.shape[:2], -1, 1), state, chunks.turned)
+    return pass_state(space, scores, read, write, v, chunks.carry.view(*g.shape[:2], -1, 1), state, chunks.divided)
 
 
 def _mild_row(
@@ -314,19 +287,19 @@ def _mild_row(
     write = apart(torch.div(k, decays, out=decays))
     for rows, keys, target in zip(read.unbind(0), write.mT.unbind(0), scores.unbind(0), strict=True):
         torch.bmm(rows, keys, out=target)
-    return pass_state(space, scores.tril_(), read, write, apart(v), carry, state, turned=True)
+    return pass_state(space, scores.tril_(), read, write, apart(v), carry, state, divided=True)
 
 
 def _all_steps(call: Call, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
     """Take all tokens of all documents, one by one."""
-    with own_precision(call.state):
-        q, k, v, *gates = (x.to(call.dtype) for x in call.tensors)
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q * call.scale, k))
+    with own_precision(call.tensors[2]):
+        q, k, v, *gates = (x.to(call.dtype) for x in call.ungrouped().tensors)
+        q = q * call.scale
         factor = None
         if gates:
             factor = gates[0].exp()[..., None]
             factor = factor[..., None] if factor.dim() == 4 else factor
-        finals, outputs = list(call.state.unbind(0)), []
+        finals, outputs = list(call.first_states().unbind(0)), []
         for document, (start, stop) in enumerate(call.documents()):
             for t in range(start, stop):
                 state = finals[document] if factor is None else finals[document] * factor[:, t]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from loopergy.modeling.kernels.tracing import in_functorch
+
 MOST_HEADS_KEPT = 4
 BLOCK = 64  # queries at a time: small enough to leave out most of what causality forbids, large enough for the BLAS
 
@@ -57,7 +59,7 @@ def slope_product(u: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     Args:
         u, z (`torch.Tensor` of one shape).
     """
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or in_functorch():
         return torch.ops.aten.gelu_backward(u.to(z.dtype), z)
     return _SlopeProduct.apply(u.to(z.dtype), z)  # pyright: ignore[reportReturnType]
 

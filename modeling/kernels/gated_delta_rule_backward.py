@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from loopergy.modeling.kernels.chunk_layout import ChunkLayout, Chunks
+from loopergy.modeling.kernels.decay import LOG_DECAY_FLOOR, without_negligible_
 from loopergy.modeling.kernels.gated_delta_rule_forward import (
-    LOG_DECAY_FLOOR,
     Gates,
     Inputs,
     Kept,
@@ -33,7 +33,6 @@ from loopergy.modeling.kernels.gated_delta_rule_forward import (
     Within,
     Workspace,
     advance,
-    drop_negligible_,
     make_gates,
     pairs_of,
     state_at_start,
@@ -103,7 +102,7 @@ def _scan_back(
     flow: _Flow,
     grad_updates: Tensor,
     grad_state: Tensor,
-    edges: Tensor,
+    grad_documents: Tensor,
 ) -> None:
     """Carry the gradient of the state backwards through a segment and fill `flow`.
 
@@ -117,7 +116,8 @@ def _scan_back(
         flow: filled, but for `starts`, `ends` and the upper half of `rows`.
         grad_updates: [s, p, C, V], P^T dO; overwritten.
         grad_state: [p, K, V], gradient of the state after the segment; overwritten by that of the state before it.
-        edges: [D, p, K, V], gradients of the documents' last states; overwritten by those of their first ones.
+        grad_documents: [D, p, K, V], gradients of the documents' last states; overwritten by those of their first
+            ones.
     """
     s, p, chunk, _ = grad_updates.shape
     carries = gates.carry.reshape(s, p, 1, 1).unbind(0)
@@ -128,7 +128,7 @@ def _scan_back(
     grad_ends[-1].copy_(grad_state)
     for i in reversed(range(s)):
         if first + i in layout.last_chunks:
-            grad_ends[i].copy_(edges[layout.last_chunks[first + i]])
+            grad_ends[i].copy_(grad_documents[layout.last_chunks[first + i]])
         updates[i].baddbmm_(writes[i], grad_ends[i])
         lower_rows[i].copy_(torch.bmm(inverses[i], updates[i], out=corrected[i]))
         start = flow.starts[i]
@@ -139,7 +139,7 @@ def _scan_back(
         before = torch.mul(grad_ends[i], carries[i], out=grad_ends[i - 1] if i > 0 else grad_state)
         before.baddbmm_(reads[i], rows[i])
         if first + i in layout.first_chunks:
-            edges[layout.first_chunks[first + i]].copy_(before)
+            grad_documents[layout.first_chunks[first + i]].copy_(before)
 
 
 def _flow(
@@ -152,7 +152,7 @@ def _flow(
     grad_out: Tensor,
     grad_state: Tensor,
     initial: Tensor | None,
-    edges: Tensor,
+    grad_documents: Tensor,
 ) -> _Flow:
     """Return the gradients inside a segment; `grad_out` [s, B, H, C, V]; the others as in `_scan_back`."""
     layout, (s, p, chunk, values), width = problem.layout, kept.updates.shape, within.rows.shape[-1]
@@ -178,7 +178,7 @@ def _flow(
     )
     read = torch.mul(within.rows, gates.read, out=space.take("products", *within.rows.shape))
     grad_updates = grad_updates.view(s, p, chunk, values)
-    _scan_back(layout, segment.first, read, within.write, gates, kept, flow, grad_updates, grad_state, edges)
+    _scan_back(layout, segment.first, read, within.write, gates, kept, flow, grad_updates, grad_state, grad_documents)
     return flow
 
 
@@ -259,8 +259,8 @@ def chunk_backward(
     space = Workspace(inputs.v, problem)
     for segments, room in zip(problem.groups(inputs.v.shape[0], inputs.v.shape[2]), all_kept, strict=True):
         group_initial = None if initial is None else pairs_of(initial, segments[0])
-        edges = pairs_of(grads.initial, segments[0])
-        grad_state = space.take("grad_state", edges.shape[1], width, values)
+        grad_documents = pairs_of(grads.initial, segments[0])
+        grad_state = space.take("grad_state", grad_documents.shape[1], width, values)
         group = inputs.of_group(layout, segments[0])[:3]
         upstream = Chunks(layout, grad_out[segments[0].batch, :, segments[0].heads])
         targets = Inputs(*grads[:5]).of_group(layout, segments[0])
@@ -268,9 +268,9 @@ def chunk_backward(
             kept = room.part(segment)
             q, k, v = (x.part(segment.first, segment.end) for x in group)
             within = within_chunks(space, q, k, gates, kept.row_factor, rows_are_copied=False)
-            drop_negligible_(within.decay)
+            without_negligible_(within.decay)
             grad = upstream.part(segment.first, segment.end)
-            flow = _flow(space, problem, segment, within, gates, kept, grad, grad_state, group_initial, edges)
+            flow = _flow(space, problem, segment, within, gates, kept, grad, grad_state, group_initial, grad_documents)
             results = _input_gradients(space, problem, within, gates, kept, flow, v)
             for target, (value, factor) in zip(targets, results, strict=True):
                 with target.writing(segment.first, segment.end) as place:

@@ -10,7 +10,7 @@ Inside a chunk of `C` tokens, with `G` the running sum of the log decays `g`, `D
     O = exp(G) Q S + (lower(Q K^T) D) U
     S <- exp(G_C) S + (exp(G_C - G) K)^T U
 
-No decay is ever turned round: only exponentials of numbers <= 0 are taken. The state passes through one product per
+Nothing is divided by a decay: only exponentials of numbers <= 0 are taken. The state passes through one product per
 chunk; all else is done for a segment of chunks at once, in buffers that stay in the processor's cache. Backward is
 left the inputs, T, U and one state per segment, and computes the rest again.
 
@@ -21,18 +21,15 @@ above its C key rows.
 Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464), section 3.3. Unlike there, T is not multiplied into K.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loopergy.modeling.kernels.chunk_layout import ChunkLayout, Chunks
-
-# Decays below exp(-floor) count as zero. That is far below the rounding error of the sums they would enter, and far
-# above the denormal numbers that make processors a hundred times slower.
-LOG_DECAY_FLOOR = {torch.float32: 35.0, torch.float64: 80.0}
-L2_EPS = 1e-6
+from loopergy.modeling.kernels.decay import LOG_DECAY_FLOOR, running_sums, without_negligible_
+from loopergy.modeling.kernels.segments import Buffers
+from loopergy.modeling.kernels.unit_length import inverse_length
 
 
 class Segment(NamedTuple):
@@ -127,28 +124,16 @@ class Gates(NamedTuple):
         return [Gates(*part) for part in zip(*(gate.split(segments[0].end) for gate in of_group), strict=True)]
 
 
-class Workspace:
-    """The buffers of one call, found again by name so that the next segment meets them warm in the cache."""
+class Workspace(Buffers):
+    """The buffers of one call, and its constants [C, C]: `eye`, `future` (inf above the diagonal), `minus_past`."""
 
-    def __init__(self, like: Tensor, problem: "Problem") -> None:
-        self.like, self.dtype = like, problem.dtype
-        self.buffers: dict[str, Tensor] = {}
-        self.views: dict[tuple[str | int, ...], Tensor] = {}
+    def __init__(self, like: Tensor, problem: Problem) -> None:
+        super().__init__(like, problem.dtype)
         self.halves: dict[tuple[str | int, ...], tuple[Tensor, Tensor, Tensor]] = {}
         chunk = problem.layout.chunk_size
         self.eye = torch.eye(chunk, dtype=self.dtype, device=like.device)
         self.future = torch.full_like(self.eye, torch.inf).triu_(1)
         self.minus_past = torch.full_like(self.eye, -1.0).tril_(-1)
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return the buffer of that name in that shape, filled with anything."""
-        view = self.views.get((name, *shape))
-        if view is None:
-            numel = math.prod(shape)
-            if name not in self.buffers or self.buffers[name].numel() < numel:
-                self.buffers[name] = self.like.new_empty(numel, dtype=self.dtype)
-            view = self.views[(name, *shape)] = self.buffers[name][:numel].view(shape)
-        return view
 
     def take_halves(self, name: str, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the buffer [..., 2C, columns] of that name, its upper and its lower C rows."""
@@ -190,30 +175,15 @@ class Kept(NamedTuple):
         return Kept(self.states, *(x[segment.first : segment.end] for x in self[1:]))
 
 
-def drop_negligible_(decay: Tensor) -> Tensor:
-    """Replace decays of exp(-floor), which stand for all smaller ones down to exp(-inf), by exact zeros, in place."""
-    return torch.threshold_(decay, 1.001 * math.exp(-LOG_DECAY_FLOOR[decay.dtype]), 0.0)
-
-
 def _decay(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    return drop_negligible_(log_decay.clamp(min=-LOG_DECAY_FLOOR[dtype]).exp_().to(dtype))
-
-
-def sum_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of log decays: differences of float32 sums lose three digits at strong decay."""
-    return dtype if device.type == "mps" else torch.float64
+    return without_negligible_(log_decay.clamp(min=-LOG_DECAY_FLOOR[dtype]).exp_().to(dtype))
 
 
 def make_gates(layout: ChunkLayout, g: Tensor, beta: Tensor, dtype: torch.dtype) -> Gates:
     """Return the gates of all chunks for log decays `g` and write strengths `beta`, both [B, L, H]."""
-    floor = LOG_DECAY_FLOOR[dtype]
     g, beta = (layout.to_chunks(x, 0, layout.num_chunks).contiguous() for x in (g, beta))
     beta = beta.to(dtype)
-    # Summed in float64 and kept as a pair of numbers: differences of long sums would cost three digits at strong
-    # decay. Clamped because -inf - -inf is not a number.
-    total = g.to(sum_dtype(g.device, dtype)).clamp(min=-floor - 1).cumsum(-1)
-    log_decay = total.to(dtype)
-    rest = (total - log_decay).to(dtype)
+    total, log_decay, rest = running_sums(g, dtype)
     write, since = _decay(total[..., -1:] - total, dtype), _decay(total, dtype)
     row_decay, read = torch.cat([since, -since], -1), torch.cat([since, -beta * since], -1)
     gates = (beta, log_decay, rest, row_decay, read, write, since[..., -1:])
@@ -228,8 +198,7 @@ def _take_norms(space: Workspace, problem: Problem, q: Tensor, k: Tensor, row_fa
         rows, queries, keys = space.take_halves("rows", *k.shape[:3], 2 * chunk, width)
         queries.copy_(q)
         keys.copy_(k)
-        torch.linalg.vector_norm(rows.view(-1, width), dim=-1, out=row_factor.view(-1))
-        row_factor.square_().add_(L2_EPS).rsqrt_()
+        inverse_length(rows.view(-1, width), out=row_factor.view(-1, 1))
     else:
         row_factor.fill_(1.0)
     row_factor[:, :, :chunk].mul_(problem.scale)
@@ -281,7 +250,7 @@ def _scores_and_inverse(space: Workspace, within: Within, gates: Gates, inverse:
     # The system is solved before negligible decays are dropped: between zeros, products of decays would become
     # denormal. Of the inverse they are dropped afterwards.
     torch.linalg.solve_triangular(system, space.eye, upper=False, unitriangular=True, out=inverse)
-    drop_negligible_(decay)
+    without_negligible_(decay)
     inverse.mul_(torch.sign(decay, out=system))
     return upper.mul_(decay)
 

@@ -9,7 +9,7 @@ state, and the output needs no second pass over it: with S the decayed state and
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
+from loopergy.modeling.kernels.unit_length import inverse_length
 
 
 def gated_delta_rule_step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def gated_delta_rule_step(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
     memory = state.view(heads, width, -1)
     # A view where the batch is one row.
     pair = qk.to(state.dtype).transpose(1, 2).reshape(heads, 2, width)
-    pair = pair * torch.linalg.vector_norm(pair, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
+    pair = pair * inverse_length(pair)
     query, key = pair[:, 0], pair[:, 1]
     memory.mul_(g.exp().reshape(heads, 1, 1))
     recalled = torch.bmm(pair, memory)

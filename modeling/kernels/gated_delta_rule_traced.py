@@ -9,38 +9,10 @@ hand-written pair.
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS, LOG_DECAY_FLOOR, Inputs, Problem, sum_dtype
-
-
-def unit_lower_inverse(matrix: Tensor) -> Tensor:
-    """Return the inverse of lower triangular matrices with ones on the diagonal, by halves.
-
-        [[X, 0], [Y, Z]]^-1 = [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]]
-
-    Both diagonal blocks are inverted as one batch, so C rows cost log2(C) rounds of products. As stable as
-    substitution, unlike powers of the strictly lower part.
-
-    Args:
-        matrix: [..., C, C]; the diagonal is taken to be one, what stands above it is not read.
-
-    Returns:
-        [..., C, C].
-    """
-    size = matrix.shape[-1]
-    if size <= 1:
-        return torch.ones_like(matrix)
-    if size % 2:
-        return unit_lower_inverse(torch.nn.functional.pad(matrix, [0, 1, 0, 1]))[..., :size, :size]
-    half = size // 2
-    blocks = torch.stack([matrix[..., :half, :half], matrix[..., half:, half:]])
-    upper, lower = unit_lower_inverse(blocks).unbind(0)
-    corner = -lower @ matrix[..., half:, :half] @ upper
-    return torch.cat([torch.cat([upper, torch.zeros_like(corner)], -1), torch.cat([corner, lower], -1)], -2)
-
-
-def _decay(log_decay: Tensor, floor: float, dtype: torch.dtype) -> Tensor:
-    counts = log_decay > -floor
-    return torch.where(counts, torch.where(counts, log_decay, 0.0).to(dtype).exp(), 0.0)
+from loopergy.modeling.kernels.decay import decay, running_sums
+from loopergy.modeling.kernels.gated_delta_rule_forward import Inputs, Problem
+from loopergy.modeling.kernels.triangular_inverse import unit_lower_inverse
+from loopergy.modeling.kernels.unit_length import unit_length
 
 
 def traced_gated_delta_rule(problem: Problem, inputs: Inputs, initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -54,19 +26,19 @@ def traced_gated_delta_rule(problem: Problem, inputs: Inputs, initial: Tensor | 
     Returns:
         Output [B, L, H, V] in the dtype of `v`, final states [D, B, H, K, V].
     """
-    layout, dtype, floor = problem.layout, problem.dtype, LOG_DECAY_FLOOR[problem.dtype]
+    layout, dtype = problem.layout, problem.dtype
     q, k, v, g, beta = (layout.to_chunks(x, 0, layout.num_chunks) for x in inputs)
     q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
     if problem.normalize:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+        q, k = unit_length(q), unit_length(k)
     q = q * problem.scale
-    total = g.to(sum_dtype(g.device, dtype)).clamp(min=-floor - 1).cumsum(-1)
+    total, rounded, _ = running_sums(g, dtype)
     past = torch.ones(layout.chunk_size, layout.chunk_size, dtype=torch.bool, device=g.device).tril()
     between = total[..., :, None] - total[..., None, :]
-    decay = _decay(between.masked_fill(~past, -torch.inf), floor, dtype)
-    since, until = _decay(total, floor, dtype)[..., None], _decay(total[..., -1:] - total, floor, dtype)[..., None]
-    inverse = unit_lower_inverse((beta[..., None] * k @ k.mT) * decay)
-    scores, read, write = (q @ k.mT) * decay, since * k, (until * k).mT
+    between = decay(between.masked_fill(~past, -torch.inf).to(dtype))
+    since, until = decay(rounded)[..., None], decay((total[..., -1:] - total).to(dtype))[..., None]
+    inverse = unit_lower_inverse((beta[..., None] * k @ k.mT) * between)
+    scores, read, write = (q @ k.mT) * between, since * k, (until * k).mT
 
     none = v.new_zeros(layout.documents, *v.shape[1:3], k.shape[-1], v.shape[-1]) if initial is None else initial
     finals, outputs, state = list(none.unbind(0)), [], none[0]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from loopergy.modeling.kernels.precision import at_least_float32
 from loopergy.modeling.kernels.sparse_attention import (
-    at_least_float32,
     attend_own,
     fit,
     piece_size,

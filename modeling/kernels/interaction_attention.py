@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.segments import is_traced
+from loopergy.modeling.kernels.tracing import is_traced
 
 # Queries, how many keys they reach, and what they may see: True where visible, (B or 1, 1, queries, reach). None hides
-# the keys behind each query; the last query's own key is then the last.
+# all keys later than a query; the last query's own key is then the last.
 Chunk = tuple[slice, int, Tensor | None]
 
 

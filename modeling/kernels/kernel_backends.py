@@ -23,6 +23,7 @@ from loopergy.modeling.kernels.fla_kernels import (
     installed_kernels,
     named,
 )
+from loopergy.modeling.kernels.precision import at_least_float32
 
 logger = logging.get_logger(__name__)
 
@@ -99,8 +100,8 @@ def gated_delta_rule(
         initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from; zeros if None.
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: whether to divide queries and keys by sqrt(|x|^2 + 1e-6) first.
-        cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
-            document per row.
+        cu_seqlens: [D + 1], boundaries of the documents packed into the single row, rising from 0 to T; None for
+            one document per row.
 
     Returns:
         Output [B, T, H, V] in the dtype of `v`, and the final state ([B or D, H, K, V], float32, or float64 if any
@@ -215,10 +216,6 @@ def _dispatch(
     return _on_torch(family, tensors, state, options)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -245,13 +242,13 @@ def _run_on_cuda(
         ratio = v.shape[2] // k.shape[2]
         tensors |= {"q": q.repeat_interleave(ratio, dim=2), "k": k.repeat_interleave(ratio, dim=2)}
     if tensors["g"] is not None:
-        tensors["g"] = _at_least_float32(tensors["g"]).clamp(min=_LOWEST_LOG_DECAY)
-    edges = options["cu_seqlens"]
+        tensors["g"] = at_least_float32(tensors["g"]).clamp(min=_LOWEST_LOG_DECAY)
+    cu_seqlens = options["cu_seqlens"]
     arguments = {
         **named(family, step, tensors),
         **options,
-        "initial_state": None if state is None else _at_least_float32(state),
-        "cu_seqlens": None if edges is None else edges.to(v.device, torch.long),
+        "initial_state": None if state is None else at_least_float32(state),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.to(v.device, torch.long),
         **kernels.layout,
     }
     return (kernels.recurrent if step else kernels.chunk)(**arguments)

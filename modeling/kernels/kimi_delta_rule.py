@@ -29,11 +29,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.decay import channel_chunks, pass_on
-from loopergy.modeling.kernels.decayed_linear_attention import channel_chunk_size
-from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
-from loopergy.modeling.kernels.gated_delta_rule_traced import unit_lower_inverse
-from loopergy.modeling.kernels.segments import Call, Space, checked_call, is_traced, own_precision, run, to_chunks
+from loopergy.modeling.kernels.decay import channel_chunk_size, channel_chunks, pass_on
+from loopergy.modeling.kernels.precision import own_precision
+from loopergy.modeling.kernels.segments import Call, Space, checked_call, run, to_chunks
+from loopergy.modeling.kernels.tracing import is_traced
+from loopergy.modeling.kernels.triangular_inverse import unit_lower_inverse
+from loopergy.modeling.kernels.unit_length import unit_length
 
 _CHUNK = 16
 
@@ -67,8 +68,8 @@ def chunk_kda(
         initial_state: [B, H, K, V] (with `cu_seqlens`: [D, H, K, V]), the state to continue from; zeros if None.
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: whether to divide queries and keys by sqrt(|x|^2 + 1e-6) first.
-        cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
-            document per row.
+        cu_seqlens: [D + 1], boundaries of the documents packed into the single row, rising from 0 to T; None for
+            one document per row.
         chunk_size: tokens per chunk, a power of two; 16 if None. Changes speed, not results.
 
     Returns:
@@ -105,9 +106,9 @@ def recurrent_kda(
     with own_precision(v):
         q, k, v, g, beta = (x.to(call.dtype) for x in call.tensors)
         if use_qk_l2norm_in_kernel:
-            q, k = _unit_length(q), _unit_length(k)
+            q, k = unit_length(q), unit_length(k)
         q, factor = q * call.scale, g.exp()[..., None]
-        finals, outputs = list(call.state.unbind(0)), []
+        finals, outputs = list(call.first_states().unbind(0)), []
         for document, (start, stop) in enumerate(call.documents()):
             for t in range(start, stop):
                 state, key = finals[document] * factor[:, t], k[:, t, :, :, None]
@@ -128,22 +129,13 @@ def _checked(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Call:
-    if k.dim() == v.dim() == 4 and q.shape == k.shape and k.shape[2] and v.shape[2] % k.shape[2] == 0:
-        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
+    call = checked_call((q, k, v, g, beta), scale, state, cu_seqlens).ungrouped()
     if g.shape != (*v.shape[:3], *k.shape[3:]) or beta.shape != v.shape[:3]:
         raise ValueError(
             f"`g` must be {(*v.shape[:3], *k.shape[3:])} and `beta` {tuple(v.shape[:3])} for these keys and values, "
             f"got g {tuple(g.shape)}, beta {tuple(beta.shape)}."
         )
-    return checked_call((q, k, v, g, beta), scale, state, cu_seqlens)
-
-
-def _unit_length(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return [..., K] divided by sqrt(|x|^2 + 1e-6), in `out` if given."""
-    if out is None:
-        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.mul(x, norm.square_().add_(L2_EPS).rsqrt_(), out=out)
+    return call
 
 
 def _rule(
@@ -162,8 +154,8 @@ def _rule(
     v, beta = to_chunks(v, size, space, "v"), to_chunks(beta, size, space, "beta")
     (s, p, _, width), values, n, take = g.shape, v.shape[-1], g.shape[0] * g.shape[1], space.take
     if normalize:
-        q, k = _unit_length(q, take("q", *q.shape)), _unit_length(k, take("k", *k.shape))
-    scores, read, write, carry, turned = channel_chunks(space, (q, k), k, g)
+        q, k = unit_length(q, take("q", *q.shape)), unit_length(k, take("k", *k.shape))
+    scores, read, write, carry, divided = channel_chunks(space, (q, k), k, g)
 
     strength = beta.view(n, size, 1)
     system = torch.mul(scores[:, 1], strength, out=take("system", n, size, size))
@@ -173,7 +165,7 @@ def _rule(
     strong = torch.mul(read[:, 1], strength, out=take("strong", n, size, width))
     recall = torch.bmm(inverse, strong, out=take("recall", n, size, width)).view(s, p, size, width)
     write, carry = write.view(s, p, size, width).mT, carry.view(s, p, width, 1)
-    before, updates, after = _scan(space, alone, recall, write, carry, turned, state.flatten(0, 1))
+    before, updates, after = _scan(space, alone, recall, write, carry, divided, state.flatten(0, 1))
 
     out = torch.bmm(scores[:, 0], updates.flatten(0, 1), out=space.over(pending))
     out = torch.baddbmm(out, read[:, 0], before.flatten(0, 1), out=space.over(out))
@@ -191,7 +183,7 @@ def _inverse(space: Space, system: Tensor) -> Tensor:
 
 
 def _scan(
-    space: Space, alone: Tensor, recall: Tensor, write: Tensor, carry: Tensor, turned: bool, state: Tensor
+    space: Space, alone: Tensor, recall: Tensor, write: Tensor, carry: Tensor, divided: bool, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the state through the chunks.
 
@@ -201,7 +193,7 @@ def _scan(
         recall: [s, p, C, K], T beta exp(G) K.
         write: [s, p, K, C], keys that write.
         carry: [s, p, K, 1], decay of the chunks.
-        turned: as in `ChannelChunks`.
+        divided: as in `ChannelChunks`.
         state: [p, K, V].
 
     Returns:
@@ -216,7 +208,7 @@ def _scan(
     for i, (own, recalled, key, factor) in enumerate(steps):
         states.append(state)
         updates.append(torch.baddbmm(own, recalled, state, alpha=-1, out=space.over(own)))
-        state = pass_on(state, key, updates[-1], factor, turned, out=None if places is None else places[i + 1])
+        state = pass_on(state, key, updates[-1], factor, divided, out=None if places is None else places[i + 1])
     if room is not None:
         return room[:-1], alone, state
     return torch.stack(states), torch.stack(updates), state

@@ -8,7 +8,7 @@ Writing in place saves copies of the state, which is what decoding on a CPU spen
 import torch
 from torch import Tensor
 
-from loopergy.modeling.kernels.gated_delta_rule_forward import L2_EPS
+from loopergy.modeling.kernels.unit_length import inverse_length
 
 
 def linear_attention_step(
@@ -52,7 +52,7 @@ def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     heads, width = q.shape[0] * q.shape[1], q.shape[2]
     memory = state.view(heads, width, -1)
     pair = torch.stack((k, q), dim=2).view(heads, 2, width).to(state.dtype)
-    pair = pair * torch.linalg.vector_norm(pair, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
+    pair = pair * inverse_length(pair)
     key, query = pair[:, 0], pair[:, 1]
     memory.mul_(g.to(state.dtype).exp().reshape(heads, width, 1))
     recalled = torch.bmm(pair, memory)

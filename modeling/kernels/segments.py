@@ -12,8 +12,7 @@ width, D documents.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,9 +20,10 @@ import torch
 from torch import Tensor
 
 from loopergy.modeling.kernels.chunk_layout import document_boundaries
+from loopergy.modeling.kernels.precision import own_precision
+from loopergy.modeling.kernels.tracing import is_traced
 
-# Numbers in the queries, keys and values of a segment, per thread: 2**18 are 1 MB.
-
+# Numbers in the queries, keys and values of a segment, per thread: 2 MB in float32.
 _SEGMENT_NUMBERS = 2**19
 # Up to here autograd keeps the whole expression, which saves computing it again.
 _SHORT_NUMBERS = 2**20
@@ -31,26 +31,21 @@ _SHORT_NUMBERS = 2**20
 _STATE_NUMBERS = 2**18
 
 
-class Space:
+class Buffers:
     """The buffers of one call, found again by name so that the next segment meets them warm in the cache.
 
     Args:
         like: gives the device.
         dtype: of the buffers.
-        reuse: False where results must outlive the segment, as autograd and tracers need; every buffer is then None,
-            which torch functions take as `out` for "a new tensor".
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, reuse: bool):
-        self.like, self.dtype, self.reuse = like, dtype, reuse
+    def __init__(self, like: Tensor, dtype: torch.dtype):
+        self.like, self.dtype = like, dtype
         self.buffers: dict[str, Tensor] = {}
         self.views: dict[tuple[str | int, ...], Tensor] = {}
-        self.constants: dict[Callable[..., Tensor], Tensor] = {}
 
-    def take(self, name: str, *shape: int) -> Tensor | None:
+    def take(self, name: str, *shape: int) -> Tensor:
         """Return the buffer of that name in that shape, filled with anything."""
-        if not self.reuse:
-            return None
         view = self.views.get((name, *shape))
         if view is None:
             numel = math.prod(shape)
@@ -58,6 +53,26 @@ class Space:
                 self.buffers[name] = self.like.new_empty(numel, dtype=self.dtype)
             view = self.views[(name, *shape)] = self.buffers[name][:numel].view(shape)
         return view
+
+
+class Space:
+    """Where the results of a rule go.
+
+    Args:
+        like: gives the device.
+        dtype: of the results.
+        reuse: False where results must outlive the segment, as autograd and tracers need; every buffer is then None,
+            which torch functions take as `out` for "a new tensor".
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, reuse: bool):
+        self.like, self.dtype, self.reuse = like, dtype, reuse
+        self.buffers = Buffers(like, dtype)
+        self.constants: dict[Callable[..., Tensor], Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor | None:
+        """Return the buffer of that name in that shape, filled with anything; None without `reuse`."""
+        return self.buffers.take(name, *shape) if self.reuse else None
 
     def constant(self, make: Callable[[int, Tensor], Tensor], size: int) -> Tensor:
         """Return `make(size, like)`, made once for the call."""
@@ -101,14 +116,14 @@ class Call(NamedTuple):
 
     Args:
         tensors: q, k, v and what else has a value per token.
-        state: [D, B, H, K, V], zeros if none was given; D = 1 without packing and B = 1 with it.
-        boundaries: edges of packed documents, None without.
+        state: [D, B, H, K, V], None if none was given; D = 1 without packing and B = 1 with it.
+        boundaries: first tokens of packed documents and one past the last token, None without packing.
         scale: factor of the queries.
         dtype: of arithmetic and states.
     """
 
     tensors: tuple[Tensor, ...]
-    state: Tensor
+    state: Tensor | None
     boundaries: list[int] | None
     scale: float
     dtype: torch.dtype
@@ -121,6 +136,40 @@ class Call(NamedTuple):
     def documents(self) -> list[tuple[int, int]]:
         """Return first and one past the last token of every document."""
         return list(pairwise(self.boundaries or [0, self.tensors[2].shape[1]]))
+
+    def first_states(self) -> Tensor:
+        """Return the states before the first tokens [D, B, H, K, V]: those given, or zeros."""
+        if self.state is not None:
+            return self.state
+        (batch, _, heads, values), width = self.tensors[2].shape, self.tensors[1].shape[3]
+        documents = 1 if self.boundaries is None else len(self.boundaries) - 1
+        return self.tensors[2].new_zeros(documents, batch, heads, width, values, dtype=self.dtype)
+
+    def ungrouped(self) -> "Call":
+        """Return the call with queries and keys repeated, so that each head of values has its own."""
+        q, k, v = self.tensors[:3]
+        if k.shape[2] == v.shape[2]:
+            return self
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
+        return self._replace(tensors=(q, k, *self.tensors[2:]))
+
+    def tracked(self) -> bool:
+        """Tell whether gradients of the call are wanted."""
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (self.state, *self.tensors))
+
+    def chunk_size(self, asked: int | None, default: int) -> int:
+        """Return the chunk size asked for, or the length of the longest document, but no more than the default.
+
+        Raises:
+            ValueError: it is less than 1.
+        """
+        if asked is not None:
+            if asked < 1:
+                raise ValueError(f"`chunk_size` must be at least 1, got {asked}.")
+            return asked
+        if torch.compiler.is_compiling() and self.boundaries is None:
+            return default  # a size that follows the length would make each short length a new program
+        return max(1, min(max(stop - start for start, stop in self.documents()), default))
 
     def states_as_given(self, states: Tensor) -> Tensor:
         """Return states [D, B, H, K, V] as [B or D, H, K, V]."""
@@ -141,7 +190,9 @@ class Call(NamedTuple):
             threads * _SEGMENT_NUMBERS // (used * per_token * chunk_size),
             4 * threads * _STATE_NUMBERS // (used * ratio * width * values),
         )
-        documents = [(*edges, _step(edges[1] - edges[0], max(1, chunks), chunk_size)) for edges in self.documents()]
+        documents = [
+            (start, stop, _step(stop - start, max(1, chunks), chunk_size)) for start, stop in self.documents()
+        ]
         for row in range(0, batch, rows):
             for head in range(0, groups, heads):
                 where = slice(row, min(row + rows, batch)), slice(head, min(head + heads, groups))
@@ -188,17 +239,14 @@ def checked_call(
     dtype = torch.float32
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)
-    documents = 1 if boundaries is None else len(boundaries) - 1
-    if initial_state is None:
-        state = v.new_zeros(documents, batch, heads, k.shape[3], values, dtype=dtype)
-    else:
-        expected = (batch if boundaries is None else documents, heads, k.shape[3], values)
-        if initial_state.shape != expected:
+    state = initial_state
+    if state is not None:
+        expected = (batch if boundaries is None else len(boundaries) - 1, heads, k.shape[3], values)
+        if state.shape != expected:
             raise ValueError(
-                f"`initial_state` must be {expected} (documents or rows, heads, K, V), got "
-                f"{tuple(initial_state.shape)}."
+                f"`initial_state` must be {expected} (documents or rows, heads, K, V), got {tuple(state.shape)}."
             )
-        state = initial_state.to(dtype).unsqueeze(0 if boundaries is None else 1)
+        state = state.to(dtype).unsqueeze(0 if boundaries is None else 1)
     return Call(tensors, state, boundaries, k.shape[3] ** -0.5 if scale is None else scale, dtype)
 
 
@@ -213,15 +261,15 @@ def run(call: Call, rule: Rule, chunk_size: int) -> tuple[Tensor, Tensor]:
     Returns:
         Outputs [B, T, H, V] in the dtype of `v`, and final states [B or D, H, K, V].
     """
-    with own_precision(call.state):
-        q, _, v = call.tensors[:3]
-        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (call.state, *call.tensors))
+    q, _, v = call.tensors[:3]
+    with own_precision(v):
+        first, tracked = call.first_states(), call.tracked()
         if is_traced() or (tracked and 2 * q.numel() + v.numel() <= _SHORT_NUMBERS):
-            out, final = _whole(call, rule)
+            out, final = _whole(call, first, rule)
         elif tracked:
-            out, final = _InSegments.apply(call, rule, chunk_size, call.state, *call.tensors)
+            out, final = _InSegments.apply(call, rule, chunk_size, first, *call.tensors)
         else:
-            out, final, _ = _in_segments(call, rule, chunk_size)
+            out, final, _ = _in_segments(call, first, rule, chunk_size)
     return out, call.states_as_given(final)
 
 
@@ -277,22 +325,12 @@ def _write_chunks(place: Tensor, chunks: Tensor, factor: float) -> None:
         torch.mul(tokens[:, full, : rest.shape[1]], factor, out=rest)
 
 
-def own_precision(like: Tensor) -> AbstractContextManager:
-    """Return a context in which autocast, where the device of `like` has it, changes no type."""
-    return nullcontext() if like.device.type == "meta" else torch.autocast(like.device.type, enabled=False)
-
-
-def is_traced() -> bool:
-    """Tell whether torch.compile, torch.export or torch.func need operations they can look into."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def _whole(call: Call, rule: Rule) -> tuple[Tensor, Tensor]:
+def _whole(call: Call, first: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """Apply the rule to each document in one piece, as one expression that can be traced and differentiated."""
     outputs, finals, batch = [], [], call.tensors[2].shape[0]
-    space = Space(call.state, call.dtype, reuse=False)
+    space = Space(first, call.dtype, reuse=False)
     for document, (start, stop) in enumerate(call.documents()):
-        state = call.state[document]
+        state = first[document]
         if start < stop:
             chunks, state = rule(space, state, *(x[:, start:stop] for x in call.tensors))
             outputs.append(_from_chunks(chunks, batch).flatten(1, 2)[:, : stop - start] * call.scale)
@@ -303,7 +341,7 @@ def _whole(call: Call, rule: Rule) -> tuple[Tensor, Tensor]:
 
 
 def _in_segments(
-    call: Call, rule: Rule, chunk_size: int, keep: bool = False
+    call: Call, first: Tensor, rule: Rule, chunk_size: int, keep: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Apply the rule segment by segment.
 
@@ -311,9 +349,9 @@ def _in_segments(
         The outputs, the last states [D, B, H, K, V] and, with `keep`, the state before every segment; None for a
         document's first one.
     """
-    final = call.state.clone(memory_format=torch.contiguous_format)
+    final = first.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(call.tensors[2], memory_format=torch.contiguous_format)
-    space, starts = Space(call.state, call.dtype, reuse=True), []
+    space, starts = Space(first, call.dtype, reuse=True), []
     for parts in call.parts(chunk_size):
         state = None
         for part in parts:
@@ -339,8 +377,8 @@ class _InSegments(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, rule: Rule, chunk_size: int, initial: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, final, starts = _in_segments(call._replace(state=initial, tensors=tensors), rule, chunk_size, keep=True)
-        ctx.call = call._replace(tensors=(), state=initial.new_empty(0))
+        out, final, starts = _in_segments(call._replace(tensors=tensors), initial, rule, chunk_size, keep=True)
+        ctx.call = call._replace(tensors=(), state=None)
         ctx.rule, ctx.chunk_size = rule, chunk_size
         ctx.kept = [start is None for start in starts]
         ctx.save_for_backward(initial, *tensors, *(start for start in starts if start is not None))
@@ -351,10 +389,13 @@ class _InSegments(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         initial, *saved = ctx.saved_tensors
         tensors, starts = tuple(saved[: ctx.count]), iter(saved[ctx.count :])
-        call = ctx.call._replace(tensors=tensors, state=initial)
+        call = ctx.call._replace(tensors=tensors)
         wanted = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
-            return None, None, None, *_differentiable_backward(call, ctx.rule, wanted, grad_out, grad_final)
+            with own_precision(initial):
+                outputs = _whole(call, initial, ctx.rule)
+            found = differentiable_gradients(outputs, (initial, *tensors), wanted, (grad_out, grad_final))
+            return None, None, None, *found
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         grad_initial = grad_final.clone(memory_format=torch.contiguous_format)
         fresh = iter(ctx.kept)
@@ -375,13 +416,13 @@ def _group_backward(
     grad_initial: Tensor,
     grad_out: Tensor,
 ) -> None:
-    """Fill the gradients of a group's tokens and turn `grad_initial` from gradients of last states to first states."""
+    """Fill the gradients of a group's tokens; in `grad_initial` those of last states give way to those of first."""
     groups, grad_state = call.groups, None
     space = Space(initial, call.dtype, reuse=False)
     for part, start in reversed(group):
-        edge = part.of_states(grad_initial, groups)
+        of_document = part.of_states(grad_initial, groups)
         if grad_state is None or part.tokens.stop == call.documents()[part.document][1]:
-            grad_state = edge
+            grad_state = of_document
         fresh = start is initial
         state = (part.of_states(initial, groups) if fresh else start).detach().requires_grad_()
         inputs = [part.of(x, groups).detach().requires_grad_() for x in call.tensors]
@@ -393,16 +434,24 @@ def _group_backward(
         for target, value in zip(grads, found, strict=True):
             part.of(target, groups).copy_(value)
         if fresh:
-            edge.copy_(grad_state)
+            of_document.copy_(grad_state)
 
 
-def _differentiable_backward(
-    call: Call, rule: Rule, needed: tuple[bool, ...], grad_out: Tensor, grad_final: Tensor
+def differentiable_gradients(
+    outputs: Sequence[Tensor], sources: Sequence[Tensor | None], needed: Sequence[bool], grads: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again, as `create_graph=True` asks for."""
-    sources = (call.state, *call.tensors)
-    with own_precision(call.state):
-        outputs = _whole(call, rule)
-    wanted = [x for x, need in zip(sources, needed, strict=True) if need]
-    grads = iter(torch.autograd.grad(outputs, wanted, (grad_out, grad_final), create_graph=True, allow_unused=True))
-    return [next(grads) if need else None for need in needed]
+    """Return the gradients as functions that can be differentiated again, as `create_graph=True` asks for.
+
+    Args:
+        outputs: computed from the sources by operations that autograd knows.
+        sources: what to differentiate by, where `needed`; None for what is absent.
+        needed: for each source, whether its gradient is asked for.
+        grads: gradients of the outputs.
+
+    Returns:
+        For each source its gradient, None where it is not needed or where nothing depends on it.
+    """
+    asked = [x if need else None for x, need in zip(sources, needed, strict=True)]
+    wanted = [x for x in asked if x is not None]
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+    return [None if x is None else next(found) for x in asked]

@@ -15,11 +15,10 @@ def short_convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    activation: str | None = "silu",
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Convolve every channel with its own causal filter: `y_t = act(b + sum_j w_j x_{t - K + 1 + j})`.
+    """Convolve every channel with its own causal filter: `y_t = silu(b + sum_j w_j x_{t - K + 1 + j})`.
 
     What came before the first token is read from `state`, so that a sequence in pieces gives the numbers of the whole.
     The state is what transformers' `LinearAttentionLayer.update_conv_state` keeps: the last inputs, oldest first. Any
@@ -30,16 +29,15 @@ def short_convolution(
         x: [B, T, C], inputs.
         weight: [C, K], filters; the last column meets the present token.
         bias: [C], or None.
-        activation: "silu" or None.
         state: [B, C, S] (with `cu_seqlens`: [D, C, S]), S >= K - 1, earlier inputs; zeros if None.
-        cu_seqlens: [D + 1], edges of the documents packed into the single row, rising from 0 to T; None for one
-            document per row.
+        cu_seqlens: [D + 1], boundaries of the documents packed into the single row, rising from 0 to T; None for
+            one document per row.
 
     Returns:
         [B, T, C] in the dtype of `x`.
 
     Raises:
-        ValueError: shapes that do not fit together, an unknown activation, or `cu_seqlens` with more than one row.
+        ValueError: shapes that do not fit together, or `cu_seqlens` with more than one row.
     """
     batch, length, channels = x.shape
     if weight.dim() != 2 or weight.shape[0] != channels:
@@ -47,8 +45,6 @@ def short_convolution(
             f"`weight` must be [channels, width] with {channels} channels like `x`, got {tuple(weight.shape)}; "
             "the weight of an nn.Conv1d needs .squeeze(1)."
         )
-    if activation not in ("silu", None):
-        raise ValueError(f'`activation` must be "silu" or None, got {activation!r}.')
     boundaries = document_boundaries(cu_seqlens, batch, length)
     past = weight.shape[1] - 1
     documents = batch if boundaries is None else len(boundaries) - 1
@@ -60,15 +56,15 @@ def short_convolution(
     else:
         left = state[..., state.shape[2] - past :].transpose(1, 2).to(dtype)
     if boundaries is None:
-        out = _convolve(torch.cat([left, x.to(dtype)], 1), weight, bias, activation)
+        out = _convolve(torch.cat([left, x.to(dtype)], 1), weight, bias)
     else:
-        out = _convolve_packed(x.to(dtype), left, weight, bias, activation, boundaries)
+        out = _convolve_packed(x.to(dtype), left, weight, bias, boundaries)
     return out.to(x.dtype)
 
 
-def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return [B, T, C] for rows [B, K - 1 + T, C]."""
-    # One pass per filter column over tokens as they lie: faster than turning them round for a convolution call, and so
+    # One pass per filter column over tokens as they lie: faster than transposing them for a convolution call, and so
     # is its gradient.
     width = weight.shape[1]
     length = rows.shape[1] - width + 1
@@ -77,19 +73,17 @@ def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str
         out.addcmul_(rows[:, j : j + length], weight[:, j])
     if bias is not None:
         out = out + bias
-    return F.silu(out) if activation == "silu" else out
+    return F.silu(out)
 
 
-def _convolve_packed(
-    x: Tensor, left: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, boundaries: list[int]
-) -> Tensor:
-    """Convolve a row [1, T, C] of documents, each behind K - 1 earlier inputs of its own [D, K - 1, C]."""
+def _convolve_packed(x: Tensor, left: Tensor, weight: Tensor, bias: Tensor | None, boundaries: list[int]) -> Tensor:
+    """Convolve a row [1, T, C] of documents, each after K - 1 earlier inputs of its own [D, K - 1, C]."""
     documents, past, _ = left.shape
     index = torch.arange(documents, device=x.device)
-    edges = torch.tensor(boundaries, device=x.device)
-    # Every document stands behind its own earlier inputs and those of all documents before it.
-    ends = torch.arange(x.shape[1], device=x.device) + torch.repeat_interleave(index, edges.diff()) * past
-    pasts = ((edges[:-1] + index * past)[:, None] + torch.arange(past, device=x.device)).flatten()
+    starts = torch.tensor(boundaries, device=x.device)
+    # Every document comes after its own earlier inputs and those of all documents before it.
+    ends = torch.arange(x.shape[1], device=x.device) + torch.repeat_interleave(index, starts.diff()) * past
+    pasts = ((starts[:-1] + index * past)[:, None] + torch.arange(past, device=x.device)).flatten()
     rows = x.new_zeros(1, x.shape[1] + documents * past, x.shape[2])
     rows = rows.index_copy(1, ends + past, x).index_copy(1, pasts, left.flatten(0, 1).unsqueeze(0))
-    return _convolve(rows, weight, bias, activation).index_select(1, ends)
+    return _convolve(rows, weight, bias).index_select(1, ends)

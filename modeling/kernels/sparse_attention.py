@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from loopergy.modeling.kernels.precision import at_least_float32
+from loopergy.modeling.kernels.tracing import in_functorch, is_traced
+
 # Numbers that one piece of work may fetch: what stays in a CPU's cache, for each thread, or keeps a GPU busy.
 _PIECE_PER_THREAD = 2**19
 _PIECE_ELSEWHERE = 2**26
@@ -93,16 +96,11 @@ def token_order(real: torch.Tensor | None, past: int | torch.Tensor, new: int, d
         return TokenOrder(columns, None)
     length = real.shape[1]
     ranks = real.cumsum(dim=1) - 1
-    # Padding goes to a place of its own behind the others, which is cut off.
+    # Padding goes to a place of its own after the others, which is cut off.
     targets = torch.where(real, ranks, length)
     order = targets.new_zeros(real.shape[0], length + 1)
     order = order.scatter(1, targets, torch.arange(length, device=device).expand_as(targets))[:, :length]
     return TokenOrder(ranks.gather(1, columns.expand(real.shape[0], -1)).clamp(min=0), order)
-
-
-def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` in float32, or unchanged in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def piece_size(numbers_per_query: int, device: torch.device) -> int:
@@ -121,14 +119,17 @@ def pieces(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def document_slices(cu_seqlens: torch.Tensor) -> list[slice]:
-    """Return the columns of each document of a flattened batch, from their borders (documents + 1,)."""
-    borders = cu_seqlens.tolist()
-    return [slice(start, end) for start, end in itertools.pairwise(borders) if end > start]
+    """Return the columns of each document of a flattened batch, from their boundaries (documents + 1,)."""
+    boundaries = cu_seqlens.tolist()
+    return [slice(start, end) for start, end in itertools.pairwise(boundaries) if end > start]
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call `function(*inputs)`; where gradients are wanted, keep the inputs alone and compute it again for them."""
-    if not torch.is_grad_enabled():
+    """Call `function(*inputs)`; where gradients are wanted, keep the inputs alone and compute it again for them.
+
+    Transforms of torch.func cannot do without what was computed, so under them everything is kept.
+    """
+    if not torch.is_grad_enabled() or in_functorch():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
@@ -146,8 +147,8 @@ def top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
     """
     best = scores.topk(count, dim=-1, sorted=False)
     least = best.values.amin(dim=-1, keepdim=True)
-    # On a CPU reading the answer costs nothing, and ties across the edge are rare.
-    readable = scores.device.type == "cpu" and not torch.compiler.is_compiling()
+    # On a CPU reading the answer costs nothing, and ties with the last of the largest are rare.
+    readable = scores.device.type == "cpu" and not is_traced()
     if readable and int((scores >= least).sum()) == best.indices.numel():
         return best.indices.sort(dim=-1).values
     above, level = scores > least, scores == least
@@ -165,12 +166,12 @@ def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         index (`torch.LongTensor` of shape (B, M)).
     """
     batch, length, width = rows.shape
-    if rows.device.type == "cpu" and rows.requires_grad and not torch.compiler.is_compiling():
+    if rows.device.type == "cpu" and rows.requires_grad and not is_traced():
         # The gradients of a table's rows are added up row by row, those of `gather` number by number.
         row = index + length * torch.arange(batch, device=index.device)[:, None]
         return torch.nn.functional.embedding(row, rows.reshape(-1, width))
     plain = rows.stride(2) == 1 and rows.stride(1) == width and rows.stride(0) % max(width, 1) == 0
-    if not plain or rows.requires_grad or torch.compiler.is_compiling():
+    if not plain or rows.requires_grad or is_traced():
         return rows.gather(1, index[..., None].expand(-1, -1, width))
     # All rows of the buffer in one list: fetching from that moves whole rows, and copies nothing else.
     step = rows.stride(0) // width

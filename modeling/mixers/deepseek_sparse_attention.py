@@ -56,7 +56,6 @@ class DeepseekSparseAttention(nn.Module):
         self.num_heads, self.num_index_heads = config.num_attention_heads, config.dsa_index_heads
         self.value_dim, self.tail_dim = config.dsa_latent_dim, config.dsa_tail_dim
         key_dim = self.value_dim + self.tail_dim
-        self.scaling = key_dim**-0.5
         self.index_scaling = (config.dsa_index_heads * config.dsa_index_head_dim) ** -0.5
         width, index_dim = config.hidden_size, config.dsa_index_head_dim
         self.q_proj = nn.Linear(width, self.num_heads * key_dim, bias=False)
@@ -69,6 +68,13 @@ class DeepseekSparseAttention(nn.Module):
         self.k_score_norm = nn.LayerNorm(index_dim, eps=1e-6) if lightning else None
         self.rotary_emb = _rotary(config, self.tail_dim) if config.dsa_rope else None
         self.index_rotary_emb = _rotary(config, min(64, index_dim)) if lightning else None
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the attention scores, K ** -0.5."""
+        # Of whole numbers: a compiler for all lengths takes a float kept on the module for a symbol, and cannot hand
+        # that to what is computed again for the backward pass.
+        return (self.value_dim + self.tail_dim) ** -0.5
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
@@ -92,8 +98,8 @@ class DeepseekSparseAttention(nn.Module):
                 cache by default.
             cache, slot: where latents (as keys) and index keys (as values) of this visit are kept.
             rewrite_slot (`bool`): the slot holds this forward's tokens from an earlier loop; put these in their place.
-            cu_seqlens (`torch.LongTensor` of shape (documents + 1,), *optional*): document borders in the flattened
-                batch; documents do not see each other.
+            cu_seqlens (`torch.LongTensor` of shape (documents + 1,), *optional*): document boundaries in the
+                flattened batch; documents do not see each other.
             output_divergence (`bool`): return the indexer's divergence.
 
         Returns:
@@ -111,8 +117,11 @@ class DeepseekSparseAttention(nn.Module):
             hidden_states = hidden_states.masked_fill(~new_real[..., None], 0)
         positions = columns[None] if position_ids is None else position_ids
         query, latent = self._latents(hidden_states, positions)
-        with torch.set_grad_enabled(output_divergence and torch.is_grad_enabled()):
+        if output_divergence:
             indexer = self._indexer(hidden_states.detach(), positions)
+        else:
+            with torch.no_grad():
+                indexer = self._indexer(hidden_states, positions)
 
         if cu_seqlens is not None:
             output, divergence = self._documents(query, latent, indexer, cu_seqlens, output_divergence)
@@ -127,7 +136,7 @@ class DeepseekSparseAttention(nn.Module):
         return self.o_proj(output.reshape(batch, length, -1)), divergence
 
     def _latents(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries (B, S, H, K) and latents (B, S, K), their tails turned with `dsa_rope`."""
+        """Return queries (B, S, H, K) and latents (B, S, K), their tails rotated with `dsa_rope`."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
         latent = self.kv_proj(hidden_states)
         if self.rotary_emb is None:
@@ -135,8 +144,8 @@ class DeepseekSparseAttention(nn.Module):
         cos, sin = self.rotary_emb(hidden_states, positions)
         fixed = (self.value_dim, self.tail_dim)
         (query, query_tail), (latent, tail) = query.split(fixed, dim=-1), latent.split(fixed, dim=-1)
-        query_tail = _turn(query_tail, cos[:, :, None], sin[:, :, None])
-        return torch.cat((query, query_tail), dim=-1), torch.cat((latent, _turn(tail, cos, sin)), dim=-1)
+        query_tail = _rotated(query_tail, cos[:, :, None], sin[:, :, None])
+        return torch.cat((query, query_tail), dim=-1), torch.cat((latent, _rotated(tail, cos, sin)), dim=-1)
 
     def _indexer(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> Indexer:
         """Return what the scores of the new tokens are made of."""
@@ -147,8 +156,8 @@ class DeepseekSparseAttention(nn.Module):
         keys = self.k_score_norm(keys)
         cos, sin = self.index_rotary_emb(hidden_states, positions)
         width = cos.shape[-1]
-        query = torch.cat((_turn(query[..., :width], cos[:, :, None], sin[:, :, None]), query[..., width:]), dim=-1)
-        keys = torch.cat((_turn(keys[..., :width], cos, sin), keys[..., width:]), dim=-1)
+        query = torch.cat((_rotated(query[..., :width], cos[:, :, None], sin[:, :, None]), query[..., width:]), dim=-1)
+        keys = torch.cat((_rotated(keys[..., :width], cos, sin), keys[..., width:]), dim=-1)
         return Indexer(query, keys, self.w_score_proj(hidden_states) * self.index_scaling)
 
     def _attend(
@@ -200,6 +209,6 @@ def _rotary(config: Any, width: int) -> RotaryEmbedding:
     return RotaryEmbedding(config=own)
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the last dimension of `x` by its position."""
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the last dimension of `x` by its position."""
     return x * cos + rotate_half(x) * sin

@@ -12,15 +12,11 @@ for the sizes.
 from typing import Any
 
 import torch
-from torch import nn
 
-from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
-from loopergy.modeling.kernels.gated_delta_rule_step import gated_delta_rule_step
-from loopergy.modeling.kernels.kernel_backends import gated_delta_rule
-from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, add_convolutions, heads
+from loopergy.modeling.mixers.delta_rule_mixer import DeltaRuleMixer
 
 
-class DeltaNet(LinearMixer):
+class DeltaNet(DeltaRuleMixer):
     r"""Mix tokens by a recurrent memory that is corrected towards each new value and never decays.
 
     With x the normed input: q, k, v from x through a short causal convolution and SiLU (SiLU alone without
@@ -37,45 +33,12 @@ class DeltaNet(LinearMixer):
         layer_idx (`int`, *optional*): physical layer.
     """
 
-    def __init__(self, config: Any, layer_idx: int | None = None):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.num_heads, self.head_dim = config.deltanet_num_heads, config.deltanet_head_dim
-        self.value_head_dim = int(config.deltanet_head_dim * config.deltanet_expand_v)
-        self.max_beta = 2.0 if config.deltanet_allow_neg_eigval else 1.0
-        width, bias = config.hidden_size, config.attention_bias
-        self.key_width, self.value_width = self.num_heads * self.head_dim, self.num_heads * self.value_head_dim
-        self.q_proj = nn.Linear(width, self.key_width, bias=bias)
-        self.k_proj = nn.Linear(width, self.key_width, bias=bias)
-        self.v_proj = nn.Linear(width, self.value_width, bias=bias)
-        self.b_proj = ExactLinear(width, self.num_heads, bias=False)
-        self.o_proj = nn.Linear(self.value_width, width, bias=bias)
-        channels = (self.key_width, self.key_width, self.value_width)
-        add_convolutions(self, channels, config.deltanet_conv_size if config.deltanet_use_short_conv else 0)
-        self.o_norm = RMSNorm(self.value_head_dim, eps=config.deltanet_norm_eps, cast="after_weight")
+    prefix = "deltanet"
 
-    def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return q, k, v side by side."""
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1), None
-
-    def arguments(
-        self, streams: torch.Tensor, rest: Any, x: torch.Tensor, position_ids: torch.Tensor | None
-    ) -> Arguments:
-        """Return q, k, v, and in float32 at least a log decay of 0 and the write strength, both (..., H)."""
-        parts = streams.split((self.key_width, self.key_width, self.value_width), dim=-1)
-        beta = self.max_beta * at_least_float32(self.b_proj(x)).sigmoid()
-        by_name = {name: heads(part, self.num_heads) for name, part in zip("qkv", parts, strict=True)}
-        return {**by_name, "g": torch.zeros_like(beta), "beta": beta}
-
-    def run(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the delta rule."""
-        return gated_delta_rule(**arguments, use_qk_l2norm_in_kernel=True)
-
-    def step(self, state: torch.Tensor, streams: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Apply it to one token."""
-        pairs = streams[..., : 2 * self.key_width].unflatten(-1, (2, self.num_heads, -1))
-        g, beta = arguments["g"].to(state.dtype), arguments["beta"].to(state.dtype)
-        return gated_delta_rule_step(pairs, arguments["v"], g, beta, state)
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a log decay of 0 and the write strength, both (..., H)."""
+        beta = self.write_strength(x)
+        return torch.zeros_like(beta), beta
 
     def project(self, output: torch.Tensor, streams: torch.Tensor, rest: Any, x: torch.Tensor) -> torch.Tensor:
         """Norm the heads' outputs and project them."""

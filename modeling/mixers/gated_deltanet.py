@@ -13,20 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
-from loopergy.modeling.kernels.gated_delta_rule_step import gated_delta_rule_step
-from loopergy.modeling.kernels.kernel_backends import gated_delta_rule
-from loopergy.modeling.mixers.linear_mixer import (
-    Arguments,
-    LinearMixer,
-    add_convolutions,
-    draw_log_rates,
-    draw_time_steps,
-    heads,
-)
+from loopergy.modeling.building_blocks import ExactLinear, at_least_float32
+from loopergy.modeling.mixers.delta_rule_mixer import DeltaRuleMixer
+from loopergy.modeling.mixers.linear_mixer import draw_log_rates, draw_time_steps, gated_output
 
 
-class GatedDeltaNet(LinearMixer):
+class GatedDeltaNet(DeltaRuleMixer):
     r"""Mix tokens by a recurrent memory with decay and delta rule, in time linear in the length.
 
     With x the normed input: q, k, v from x through a short causal convolution and SiLU (without it SiLU alone),
@@ -43,28 +35,16 @@ class GatedDeltaNet(LinearMixer):
         layer_idx (`int`, *optional*): physical layer.
     """
 
-    def __init__(self, config: Any, layer_idx: int | None = None):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.num_heads = config.gdn_num_heads
-        self.head_dim = config.gdn_head_dim
-        self.value_head_dim = int(config.gdn_head_dim * config.gdn_expand_v)
-        self.max_beta = 2.0 if config.gdn_allow_neg_eigval else 1.0
-        width, bias = config.hidden_size, config.attention_bias
-        self.key_width, self.value_width = self.num_heads * self.head_dim, self.num_heads * self.value_head_dim
-        self.q_proj = nn.Linear(width, self.key_width, bias=bias)
-        self.k_proj = nn.Linear(width, self.key_width, bias=bias)
-        self.v_proj = nn.Linear(width, self.value_width, bias=bias)
+    prefix = "gdn"
+
+    def add_gates(self, config: Any) -> None:
+        """Add the parameters of decay, write strength and output gate."""
+        width = config.hidden_size
         self.a_proj = ExactLinear(width, self.num_heads, bias=False)
-        self.b_proj = ExactLinear(width, self.num_heads, bias=False)
+        super().add_gates(config)
         self.g_proj = nn.Linear(width, self.value_width, bias=False) if config.gdn_use_gate else None
-        self.o_proj = nn.Linear(self.value_width, width, bias=bias)
-        channels = (self.key_width, self.key_width, self.value_width)
-        add_convolutions(self, channels, config.gdn_conv_size if config.gdn_use_short_conv else 0)
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
-        self.o_norm = RMSNorm(self.value_head_dim, eps=config.gdn_norm_eps, cast="after_weight")
-        self.init_bare_parameters()
 
     def init_bare_parameters(self) -> None:
         """Draw the decay: A_log = log U(0, 16), dt_bias = softplus^-1 of a step log-uniform in [0.001, 0.1].
@@ -74,35 +54,13 @@ class GatedDeltaNet(LinearMixer):
         draw_log_rates(self.A_log, 0, 16)
         draw_time_steps(self.dt_bias)
 
-    def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return q, k, v side by side."""
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1), None
-
-    def arguments(
-        self, streams: torch.Tensor, rest: Any, x: torch.Tensor, position_ids: torch.Tensor | None
-    ) -> Arguments:
-        """Return q, k, v, and in float32 at least the log decay g <= 0 and the write strength, both (..., H)."""
-        q, k, v = streams.split((self.key_width, self.key_width, self.value_width), dim=-1)
-        beta = at_least_float32(self.b_proj(x)).sigmoid()
-        beta = beta if self.max_beta == 1.0 else self.max_beta * beta
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log decay g <= 0 and the write strength, both (..., H)."""
+        beta = self.write_strength(x)
         step = nn.functional.softplus(at_least_float32(self.a_proj(x)) + at_least_float32(self.dt_bias))
-        g = -at_least_float32(self.A_log).exp() * step
-        count = self.num_heads
-        return {"q": heads(q, count), "k": heads(k, count), "v": heads(v, count), "g": g, "beta": beta}
-
-    def run(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the gated delta rule."""
-        return gated_delta_rule(**arguments, use_qk_l2norm_in_kernel=True)
-
-    def step(self, state: torch.Tensor, streams: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Apply it to one token."""
-        pairs = streams[..., : 2 * self.key_width].unflatten(-1, (2, self.num_heads, -1))
-        g, beta = arguments["g"].to(state.dtype), arguments["beta"].to(state.dtype)
-        return gated_delta_rule_step(pairs, arguments["v"], g, beta, state)
+        return -at_least_float32(self.A_log).exp() * step, beta
 
     def project(self, output: torch.Tensor, streams: torch.Tensor, rest: Any, x: torch.Tensor) -> torch.Tensor:
         """Norm and gate the heads' outputs (..., H, V), and project them to (..., hidden_size)."""
         output = self.o_norm(output)
-        if self.g_proj is not None:
-            output = output * nn.functional.silu(heads(self.g_proj(x), self.num_heads))
-        return self.o_proj(output.flatten(-2))
+        return self.o_proj(output.flatten(-2) if self.g_proj is None else gated_output(output, self.g_proj(x)))

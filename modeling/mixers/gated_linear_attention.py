@@ -15,11 +15,11 @@ from torch import nn
 
 from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import gla
-from loopergy.modeling.kernels.linear_attention_step import linear_attention_step
-from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, heads
+from loopergy.modeling.mixers.linear_mixer import Arguments, gated_output, heads
+from loopergy.modeling.mixers.unconvolved_mixer import UnconvolvedMixer
 
 
-class GatedLinearAttention(LinearMixer):
+class GatedLinearAttention(UnconvolvedMixer):
     r"""Mix tokens by a recurrent memory with a decay per channel.
 
     With x the normed input: q, k, v are projections of x; \(g = \log \sigma(G_2 G_1 x + b) / \tau\), \(\tau\) being
@@ -33,9 +33,6 @@ class GatedLinearAttention(LinearMixer):
         config: reads `hidden_size`, `attention_bias` and the `gla_*` fields.
         layer_idx (`int`, *optional*): physical layer.
     """
-
-    convolutions = ()
-    silu_streams = False
 
     def __init__(self, config: Any, layer_idx: int | None = None):
         super().__init__()
@@ -56,10 +53,6 @@ class GatedLinearAttention(LinearMixer):
         self.g_norm_swish_gate = RMSNorm(self.value_head_dim, eps=config.gla_norm_eps, cast="after_weight")
         self.o_proj = nn.Linear(value_width, width, bias=bias)
 
-    def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the values; there is no convolution."""
-        return self.v_proj(x), None
-
     def arguments(
         self, streams: torch.Tensor, rest: Any, x: torch.Tensor, position_ids: torch.Tensor | None
     ) -> Arguments:
@@ -72,11 +65,6 @@ class GatedLinearAttention(LinearMixer):
         """Apply linear attention with a decay per channel."""
         return gla(**arguments)
 
-    def step(self, state: torch.Tensor, streams: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Apply it to one token."""
-        return linear_attention_step(**arguments, state=state)
-
     def project(self, output: torch.Tensor, streams: torch.Tensor, rest: Any, x: torch.Tensor) -> torch.Tensor:
         """Norm and gate the heads' outputs and project them."""
-        gate = nn.functional.silu(heads(self.g_proj(x), self.num_heads))
-        return self.o_proj((self.g_norm_swish_gate(output) * gate).flatten(-2))
+        return self.o_proj(gated_output(self.g_norm_swish_gate(output), self.g_proj(x)))

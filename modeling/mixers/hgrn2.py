@@ -15,11 +15,11 @@ from torch import nn
 
 from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import gla
-from loopergy.modeling.kernels.linear_attention_step import linear_attention_step
-from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, heads
+from loopergy.modeling.mixers.linear_mixer import Arguments, heads
+from loopergy.modeling.mixers.unconvolved_mixer import UnconvolvedMixer
 
 
-class HGRN2(LinearMixer):
+class HGRN2(UnconvolvedMixer):
     r"""Mix tokens by a recurrent memory that writes what it forgets.
 
     With x the normed input: \(q = \mathrm{SiLU}(W_q x)\); \(f = \sigma(W_f x)\); \(k = 1 - f\); \(v = W_i x\);
@@ -33,9 +33,6 @@ class HGRN2(LinearMixer):
         config: reads `hidden_size`, `attention_bias` and the `hgrn2_*` fields.
         layer_idx (`int`, *optional*): physical layer.
     """
-
-    convolutions = ()
-    silu_streams = False
 
     def __init__(self, config: Any, layer_idx: int | None = None):
         super().__init__()
@@ -72,10 +69,6 @@ class HGRN2(LinearMixer):
     def run(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply linear attention with a decay per channel."""
         return gla(**arguments)
-
-    def step(self, state: torch.Tensor, streams: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Apply it to one token."""
-        return linear_attention_step(**arguments, state=state)
 
     def project(self, output: torch.Tensor, streams: torch.Tensor, rest: Any, x: torch.Tensor) -> torch.Tensor:
         """Norm the outputs of all heads together and project them."""

@@ -15,20 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import ExactLinear, RMSNorm, at_least_float32
+from loopergy.modeling.building_blocks import ExactLinear, at_least_float32
 from loopergy.modeling.kernels.kernel_backends import kda
 from loopergy.modeling.kernels.linear_attention_step import kda_step
-from loopergy.modeling.mixers.linear_mixer import (
-    Arguments,
-    LinearMixer,
-    add_convolutions,
-    draw_log_rates,
-    draw_time_steps,
-    heads,
-)
+from loopergy.modeling.mixers.delta_rule_mixer import DeltaRuleMixer
+from loopergy.modeling.mixers.linear_mixer import draw_log_rates, draw_time_steps, heads
 
 
-class KimiDeltaAttention(LinearMixer):
+class KimiDeltaAttention(DeltaRuleMixer):
     r"""Mix tokens by a recurrent memory with a decay per channel and the delta rule.
 
     With x the normed input: q, k, v from x through a short causal convolution and SiLU (SiLU alone without
@@ -46,53 +40,33 @@ class KimiDeltaAttention(LinearMixer):
         layer_idx (`int`, *optional*): physical layer.
     """
 
-    def __init__(self, config: Any, layer_idx: int | None = None):
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.num_heads, self.head_dim = config.kda_num_heads, config.kda_head_dim
-        self.value_head_dim = int(config.kda_head_dim * config.kda_expand_v)
-        self.max_beta = 2.0 if config.kda_allow_neg_eigval else 1.0
-        width, bias = config.hidden_size, config.attention_bias
-        self.key_width, self.value_width = self.num_heads * self.head_dim, self.num_heads * self.value_head_dim
-        self.q_proj = nn.Linear(width, self.key_width, bias=bias)
-        self.k_proj = nn.Linear(width, self.key_width, bias=bias)
-        self.v_proj = nn.Linear(width, self.value_width, bias=bias)
+    prefix = "kda"
+
+    def add_gates(self, config: Any) -> None:
+        """Add the parameters of decay, write strength and output gate."""
+        width = config.hidden_size
         self.f_proj = nn.Sequential(
             ExactLinear(width, self.value_head_dim, bias=False),
             ExactLinear(self.value_head_dim, self.key_width, bias=False),
         )
-        self.b_proj = ExactLinear(width, self.num_heads, bias=False)
+        super().add_gates(config)
         self.g_proj = nn.Sequential(
             nn.Linear(width, self.value_head_dim, bias=False),
             nn.Linear(self.value_head_dim, self.value_width, bias=True),
         )
-        self.o_proj = nn.Linear(self.value_width, width, bias=bias)
-        channels = (self.key_width, self.key_width, self.value_width)
-        add_convolutions(self, channels, config.kda_conv_size if config.kda_use_short_conv else 0)
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.key_width, dtype=torch.float32))
-        self.o_norm = RMSNorm(self.value_head_dim, eps=config.kda_norm_eps, cast="after_weight")
-        self.init_bare_parameters()
 
     def init_bare_parameters(self) -> None:
         """Draw the decay: A_log = log U(1, 16), dt_bias = softplus^-1 of a step log-uniform in [0.001, 0.1]."""
         draw_log_rates(self.A_log, 1, 16)
         draw_time_steps(self.dt_bias)
 
-    def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return q, k, v side by side."""
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1), None
-
-    def arguments(
-        self, streams: torch.Tensor, rest: Any, x: torch.Tensor, position_ids: torch.Tensor | None
-    ) -> Arguments:
-        """Return q, k, v, and in float32 at least the log decay (..., H, K) and the write strength (..., H)."""
-        parts = streams.split((self.key_width, self.key_width, self.value_width), dim=-1)
+    def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log decay g <= 0, (..., H, K), and the write strength, (..., H)."""
         step = nn.functional.softplus(at_least_float32(self.f_proj(x)) + at_least_float32(self.dt_bias))
         g = -at_least_float32(self.A_log).exp()[:, None] * heads(step, self.num_heads)
-        beta = self.max_beta * at_least_float32(self.b_proj(x)).sigmoid()
-        by_name = {name: heads(part, self.num_heads) for name, part in zip("qkv", parts, strict=True)}
-        return {**by_name, "g": g, "beta": beta}
+        return g, self.write_strength(x)
 
     def run(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the delta rule with a decay per channel."""

@@ -16,8 +16,8 @@ from torch import nn
 
 from loopergy.modeling.building_blocks import RMSNorm
 from loopergy.modeling.kernels.kernel_backends import simple_gla
-from loopergy.modeling.kernels.linear_attention_step import linear_attention_step
-from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, heads
+from loopergy.modeling.mixers.linear_mixer import Arguments, heads
+from loopergy.modeling.mixers.unconvolved_mixer import UnconvolvedMixer
 
 
 class ProductFeatureMap(nn.Module):
@@ -33,7 +33,7 @@ class ProductFeatureMap(nn.Module):
         return self.layer1(x) * self.layer2(x)
 
 
-class LinearAttention(LinearMixer):
+class LinearAttention(UnconvolvedMixer):
     r"""Mix tokens by a recurrent memory that adds up all it is told.
 
     With x the normed input: q, k, v are projections of x; \(\phi\) a [`ProductFeatureMap`], one for q and one for k;
@@ -47,9 +47,6 @@ class LinearAttention(LinearMixer):
         config: reads `hidden_size`, `attention_bias` and the `la_*` fields.
         layer_idx (`int`, *optional*): physical layer.
     """
-
-    convolutions = ()
-    silu_streams = False
 
     def __init__(self, config: Any, layer_idx: int | None = None):
         super().__init__()
@@ -66,10 +63,6 @@ class LinearAttention(LinearMixer):
         self.norm = RMSNorm(self.value_head_dim, eps=config.la_norm_eps, cast="after_weight")
         self.o_proj = nn.Linear(value_width, width, bias=bias)
 
-    def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the values; there is no convolution."""
-        return self.v_proj(x), None
-
     def arguments(
         self, streams: torch.Tensor, rest: Any, x: torch.Tensor, position_ids: torch.Tensor | None
     ) -> Arguments:
@@ -81,10 +74,6 @@ class LinearAttention(LinearMixer):
     def run(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply linear attention without decay."""
         return simple_gla(**arguments)
-
-    def step(self, state: torch.Tensor, streams: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Apply it to one token."""
-        return linear_attention_step(**arguments, state=state)
 
     def project(self, output: torch.Tensor, streams: torch.Tensor, rest: Any, x: torch.Tensor) -> torch.Tensor:
         """Norm the heads' outputs and project them."""

@@ -9,7 +9,6 @@ Shapes: B batch, S new tokens, D hidden size, H heads, K key width, V value widt
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from loopergy.modeling.kernels.precision import own_precision
 from loopergy.modeling.kernels.short_convolution import short_convolution
 
 Arguments = dict[str, torch.Tensor | None]
@@ -41,7 +41,8 @@ class LinearMixer(nn.Module):
         super().__init_subclass__(**kwargs)
         # The weights are used without calling the modules that hold them, which offloading has to be told.
         hooked = force_accelerate_hooks(list(cls.convolutions))
-        cls._convolve, cls._convolve_step = hooked(cls._convolve), hooked(cls._convolve_step)
+        # Wrapped once: what a subclass of a subclass inherits has been wrapped already.
+        cls._convolve, cls._convolve_step = hooked(LinearMixer._convolve), hooked(LinearMixer._convolve_step)
 
     def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Project the input (..., D); return the streams (..., C), and anything else the other methods need."""
@@ -92,8 +93,8 @@ class LinearMixer(nn.Module):
             attention_mask (`torch.Tensor` of shape (B, S), *optional*): 0 at padding, wherever it lies. Real tokens
                 then see, and the state then holds, what they would without the padding.
             cache, slot: where the state of this visit is kept.
-            cu_seqlens (`torch.LongTensor` of shape (documents + 1,), *optional*): document borders in the flattened
-                batch; each document starts from a zero state.
+            cu_seqlens (`torch.LongTensor` of shape (documents + 1,), *optional*): document boundaries in the
+                flattened batch; each document starts from a zero state.
             position_ids (`torch.LongTensor` of shape (B or 1, S), *optional*): for mixers with rotary positions.
 
         Returns:
@@ -150,9 +151,10 @@ class LinearMixer(nn.Module):
         streams = self._convolve_step(streams, cache, slot) if self.conv_size else streams
         streams = nn.functional.silu(streams, inplace=True) if self.silu_streams else streams
         arguments = self.arguments(streams, rest, x, None if position_ids is None else position_ids[:, 0])
-        output = self.step(state, streams, **arguments).to(x.dtype)
+        with own_precision(state):
+            output = self.step(state, streams, **arguments)
         cache.update_recurrent_state(state, slot, num_tokens=1)
-        return self.project(output, streams, rest, x)[:, None]
+        return self.project(output.to(x.dtype), streams, rest, x)[:, None]
 
     def _filter(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight (C, width) and the bias (C,) of all convolutions together."""
@@ -166,7 +168,8 @@ class LinearMixer(nn.Module):
         weight, bias = self._filter()
         cache.update_conv_state(streams[..., None], slot, conv_kernel_size=self.conv_size)
         # Read from where they are kept: what the update returns is a column wider, and no longer lies together.
-        output = (cache.get_conv_state(slot)[..., -self.conv_size :] * weight).sum(-1)
+        columns: Any = cache.get_conv_state(slot)
+        output = (columns[..., -self.conv_size :] * weight).sum(-1)
         return output if bias is None else output + bias
 
     def _convolve(
@@ -180,7 +183,7 @@ class LinearMixer(nn.Module):
         """Convolve (B, S, C) and apply SiLU, continuing from the cached columns and updating them."""
         weight, bias = self._filter()
         past = None if cache is None else cache.get_conv_state(slot)
-        output = short_convolution(streams, weight, bias, "silu", past, cu_seqlens)
+        output = short_convolution(streams, weight, bias, past, cu_seqlens)
         if cache is not None:
             columns = streams.transpose(1, 2)
             left = columns.new_zeros(*columns.shape[:2], self.conv_size) if past is None else past
@@ -199,6 +202,11 @@ def heads(x: torch.Tensor, count: int) -> torch.Tensor:
     return x.unflatten(-1, (count, -1))
 
 
+def gated_output(output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return the heads' normed outputs (..., H, V) times the SiLU of a gate (..., H * V), as (..., H * V)."""
+    return (output * nn.functional.silu(heads(gate, output.shape[-2]))).flatten(-2)
+
+
 def depthwise(channels: int, size: int, bias: bool = False) -> nn.Conv1d:
     """Build a convolution with one filter per channel."""
     return nn.Conv1d(channels, channels, size, groups=channels, bias=bias)
@@ -213,7 +221,7 @@ def in_place(state: torch.Tensor) -> bool:
 def real_tokens_first(
     hidden_states: torch.Tensor, real: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Move padding behind the real tokens of each row, so that nothing lies between them or before the state.
+    """Move padding after the real tokens of each row, so that nothing lies between them or before the state.
 
     Returns the reordered states, the mask in the new order, and the old index of each new place.
     """
@@ -245,11 +253,3 @@ def draw_time_steps(parameter: nn.Parameter) -> None:
     step = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
     step = step.uniform_(math.log(1e-3), math.log(1e-1)).exp().clamp(min=1e-4)
     init.copy_(parameter, step + torch.log(-torch.expm1(-step)))
-
-
-def add_convolutions(mixer: LinearMixer, channels: Sequence[int], size: int) -> None:
-    """Give a mixer its depthwise convolutions of a width, none for width 0."""
-    mixer.conv_size = size
-    if size:
-        for name, width in zip(mixer.convolutions, channels, strict=True):
-            setattr(mixer, name, depthwise(width, size))

@@ -88,8 +88,8 @@ class NativeSparseAttention(nn.Module):
                 then see what they would without the padding: blocks are counted in real tokens.
             cache, slot: where keys, values and averages of this visit are kept.
             rewrite_slot (`bool`): the slot holds this forward's tokens from an earlier loop; put these in their place.
-            cu_seqlens (`torch.LongTensor` of shape (documents + 1,), *optional*): document borders in the flattened
-                batch; documents do not see each other, and each counts its blocks from its own beginning.
+            cu_seqlens (`torch.LongTensor` of shape (documents + 1,), *optional*): document boundaries in the
+                flattened batch; documents do not see each other, and each counts its blocks from its own beginning.
 
         Returns:
             output of shape (B, S, hidden_size), and `None` in the place of attention weights.

@@ -14,15 +14,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from loopergy.modeling.building_blocks import RMSNorm
+from loopergy.modeling.building_blocks import RMSNorm, rotate
 from loopergy.modeling.kernels.kernel_backends import simple_gla
-from loopergy.modeling.kernels.linear_attention_step import linear_attention_step
-from loopergy.modeling.mixers.linear_mixer import Arguments, LinearMixer, heads
+from loopergy.modeling.mixers.linear_mixer import Arguments, gated_output, heads
+from loopergy.modeling.mixers.unconvolved_mixer import UnconvolvedMixer
 
 ROTARY_BASE = 10_000.0
 
 
-class RetNet(LinearMixer):
+class RetNet(UnconvolvedMixer):
     r"""Mix tokens by a recurrent memory that fades at a fixed rate per head, with rotary positions.
 
     With x the normed input: q, k rotated by their positions, v = W_v x; \(y = W_o\,[\mathrm{RMSNorm}(o) \odot
@@ -36,9 +36,6 @@ class RetNet(LinearMixer):
         config: reads `hidden_size`, `attention_bias` and the `retnet_*` fields.
         layer_idx (`int`, *optional*): physical layer.
     """
-
-    convolutions = ()
-    silu_streams = False
 
     def __init__(self, config: Any, layer_idx: int | None = None):
         super().__init__()
@@ -62,16 +59,12 @@ class RetNet(LinearMixer):
         """
         if kwargs.get("position_ids") is None:
             if kwargs.get("cache") is not None:
-                raise ValueError("RetNet turns queries and keys by their positions: with a cache, pass position_ids.")
+                raise ValueError("RetNet rotates queries and keys by position: with a cache, pass position_ids.")
             length = hidden_states.shape[1]
             kwargs["position_ids"] = torch.arange(length, device=hidden_states.device)[None]
             if kwargs.get("attention_mask") is not None:
                 kwargs["position_ids"] = (kwargs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)
         return super().forward(hidden_states, *args, **kwargs)
-
-    def streams(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the values; there is no convolution."""
-        return self.v_proj(x), None
 
     def arguments(
         self, streams: torch.Tensor, rest: Any, x: torch.Tensor, position_ids: torch.Tensor | None
@@ -81,7 +74,8 @@ class RetNet(LinearMixer):
         half = torch.arange(0, self.head_dim, 2, device=x.device, dtype=dtype)
         angles = cast(torch.Tensor, position_ids)[..., None].to(dtype) * ROTARY_BASE ** (-half / self.head_dim)
         cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-        q, k = (_rotate(heads(proj(x), self.num_heads), cos, sin) for proj in (self.q_proj, self.k_proj))
+        q, k = (heads(projection(x), self.num_heads).to(dtype) for projection in (self.q_proj, self.k_proj))
+        q, k = rotate(q, cos, sin).to(x.dtype), rotate(k, cos, sin).to(x.dtype)
         rate = torch.log1p(-(2.0 ** (-5 - torch.arange(self.num_heads, device=x.device, dtype=dtype))))
         return {"q": q, "k": k, "v": heads(streams, self.num_heads), "g": rate.expand(*x.shape[:-1], -1)}
 
@@ -89,17 +83,6 @@ class RetNet(LinearMixer):
         """Apply linear attention with a decay per head."""
         return simple_gla(**arguments)
 
-    def step(self, state: torch.Tensor, streams: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Apply it to one token."""
-        return linear_attention_step(**arguments, state=state)
-
     def project(self, output: torch.Tensor, streams: torch.Tensor, rest: Any, x: torch.Tensor) -> torch.Tensor:
         """Norm and gate the heads' outputs and project them."""
-        gate = nn.functional.silu(heads(self.g_proj(x), self.num_heads))
-        return self.o_proj((self.g_norm_swish_gate(output) * gate).flatten(-2))
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (i, i + K / 2) of (..., H, K) by their angles."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+        return self.o_proj(gated_output(self.g_norm_swish_gate(output), self.g_proj(x)))

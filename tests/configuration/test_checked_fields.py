@@ -1,5 +1,5 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-"""Borders of the fields that the configs share, and two names for one number."""
+"""Ranges of the fields that the configs share, and two names for one number."""
 
 import re
 
@@ -29,6 +29,7 @@ WRONG = {
     "cem_diag_init": (NAN, -INFINITY),
     "cem_step_size": (NAN, -1),
     "cem_temperature": (0,),
+    "early_exit_threshold": (NAN, -0.5),
 }
 
 
@@ -36,7 +37,7 @@ WRONG = {
     ("config", "field"),
     [(config, field) for config in CONFIGS for field in WRONG if field in config.__dataclass_fields__],
 )
-def test_what_lies_beyond_a_border_is_refused_by_name(config, field):
+def test_a_value_out_of_range_is_refused_by_name(config, field):
     for value in WRONG[field]:
         with pytest.raises(StrictDataclassError, match=rf"(?s){field}.*{re.escape(str(value))}"):
             config.from_preset("tiny", **{field: value})

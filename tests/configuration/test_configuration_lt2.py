@@ -96,6 +96,18 @@ def test_wrong_fields_are_named_with_what_is_allowed(fields, said):
         LT2Config.from_preset("tiny", **fields)
 
 
+def test_wrong_loop_windows_of_a_loaded_model_are_counted_by_the_loops_it_was_trained_with(tmp_path):
+    LT2Config.from_preset("tiny", layer_mixers="full", num_loops=2).save_pretrained(tmp_path)
+    with pytest.raises(CONFIG_ERRORS, match="3 entries but num_trained_loops=2: give one for each of the 2 loops"):
+        LT2Config.from_pretrained(tmp_path, num_loops=3, loop_windows="4->4->4")
+
+
+@pytest.mark.parametrize("field", ["block_style", "norm_cast", "kv_sharing", "dsa_indexer"])
+def test_an_unknown_choice_is_answered_in_the_words_of_all_configs(field):
+    with pytest.raises(CONFIG_ERRORS, match=f"{field}='odd' must be one of '[a-z0-9_]+', '[a-z0-9_]+'"):
+        LT2Config.from_preset("tiny", **{"layer_mixers": "dsa", field: "odd"})
+
+
 def test_a_field_of_an_absent_mixer_is_not_checked():
     assert LT2Config.from_preset("tiny", layer_mixers="full", gdn_num_heads=5).num_hidden_layers == 5
 

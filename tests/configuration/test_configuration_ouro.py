@@ -151,6 +151,11 @@ def test_fields_that_disagree_are_named(fields, said):
         OuroConfig.from_preset("tiny", **fields)
 
 
+@pytest.mark.parametrize("threshold", [0, 0.5, 1.0, float("inf")])
+def test_every_exit_threshold_of_at_least_zero_is_allowed(threshold):
+    assert OuroConfig.from_preset("tiny", early_exit_threshold=threshold).early_exit_threshold == threshold
+
+
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"ouro-1.4b, ouro-2.6b, tiny"):
         OuroConfig.from_preset("ouro-7b")

@@ -346,6 +346,15 @@ def test_the_tokenizer_of_a_folder_goes_along_with_repaired_special_tokens(
     assert tokenizer("Every object").input_ids == topics_tokenizer("Every object").input_ids
 
 
+def test_a_damaged_tokenizer_is_refused_and_none_is_no_fault(make_ouro, topics_tokenizer, tmp_path):
+    make_ouro().save_pretrained(tmp_path / "teacher")
+    assert convert(tmp_path / "teacher", [0]).tokenizer is None
+    topics_tokenizer.save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher" / "tokenizer.json").write_text("{half")
+    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot be read"):
+        convert(tmp_path / "teacher", [0])
+
+
 def test_a_checkpoint_that_lacks_tensors_is_refused(make_ouro, tmp_path):
     teacher = make_ouro()
     state = teacher.state_dict()

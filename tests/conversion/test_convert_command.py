@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -27,7 +28,7 @@ def run(*arguments):
     [
         (["-k", "7,9", "--mixer", "kda", "--seed", "0"], "as a llama: without --keep-layers, --mixer, --seed"),
         (["--revision", "nope"], "revision='nope' is for a Hub id"),
-        (["--set", "oops=1"], "options oops: conversion to 'llama' takes none"),
+        (["--set", "oops=1"], "the conversion to 'llama' has no option oops; it has none"),
         (["--set", "dtype=bfloat16"], "--set dtype: give it as a flag, --dtype"),
     ],
 )
@@ -65,3 +66,12 @@ def test_the_output_is_looked_at_before_the_teacher(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").write_text("1")
     assert "(--overwrite)" in str(run("no/such", "-k", "1", "-o", tmp_path / "old").exception)
+
+
+def test_a_teacher_is_not_replaced_by_its_student(make_ouro, cem, tmp_path):
+    make_ouro(num_hidden_layers=2, dtype=torch.float32).save_pretrained(tmp_path / "ouro")
+    for arguments in ((tmp_path / "ouro", "-k", "1"), (cem, "--to", "llama")):
+        before = (arguments[0] / "model.safetensors").read_bytes()
+        done = run(*arguments, "--overwrite", "-o", arguments[0])
+        assert "made from; give another folder" in str(done.exception)
+        assert (arguments[0] / "model.safetensors").read_bytes() == before

@@ -63,21 +63,21 @@ def test_the_wrong_kind_of_source_is_named(cem, tmp_path):
         convert_format(cem, "cem_llama", tmp_path / "out")
     with pytest.raises(ConversionError, match="target='gguf'"):
         convert_format(cem, "gguf", tmp_path / "out")
-    with pytest.raises(ConversionError, match="options tolerance: conversion to 'llama' takes none"):
+    with pytest.raises(ValueError, match="the conversion to 'llama' has no option tolerance; it has none"):
         convert_format(cem, "llama", tmp_path / "out", tolerance=1)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"oops": 1}, "options oops: conversion to 'cem_llama' takes cem_attention, cem_mlp, tolerance"),
+        ({"oops": 1}, "'cem_llama' has no option oops; it has cem_attention, cem_mlp, tolerance"),
         ({"tolerance": "oops"}, r"tolerance='oops' must be a float, such as 1e-06"),
         ({"cem_mlp": 1}, "cem_mlp=1 must be a bool"),
     ],
 )
 def test_options_that_a_rewriting_does_not_have_are_refused(cem, tmp_path, options, says):
     convert_format(cem, "llama", tmp_path / "llama")
-    with pytest.raises(ConversionError, match=says):
+    with pytest.raises(ValueError, match=says):
         convert_format(tmp_path / "llama", "cem_llama", tmp_path / "back", **options)
 
 
@@ -99,3 +99,9 @@ def test_the_dtype_asked_for_is_written(cem, tmp_path):
         convert_format(cem, "llama", tmp_path / "out", dtype="float8_e4m3fn")
     with pytest.raises(ConversionError, match="revision='x' is for a Hub id"):
         convert_format(checkpoint, "nrgpt", tmp_path / "out", revision="x")
+
+
+def test_the_source_is_not_overwritten(cem):
+    with pytest.raises(ValueError, match="made from; give another folder"):
+        convert_format(cem, "llama", cem, overwrite=True)
+    assert (cem / "model.safetensors").is_file()

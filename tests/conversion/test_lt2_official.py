@@ -185,7 +185,7 @@ def test_sizes_of_the_released_recipes_are_read():
     [
         ({"layer_pattern": "mla"}, "unknown mixer 'mla'.*Known mixers: full, window, gdn"),
         ({"legacy_iteration_weights": True}, "legacy_iteration_weights=True: a weighted sum over loops"),
-        ({"attention_pattern": "random:4"}, "attention_pattern: 'random:4' is no layout by lot"),
+        ({"attention_pattern": "random:4"}, "attention_pattern: 'random:4' is not a random layout"),
         ({"attention_pattern": "full->full->full"}, "has 3 loops, but loop_count=2"),
         ({"attention_pattern": "2,None"}, "has 2 entries, but n_layers=3"),
         ({"attention_pattern": "swa=oops"}, "attention_pattern='swa=oops' is not understood"),
@@ -246,7 +246,7 @@ def test_a_missing_tensor_is_named(save):
 
 def test_other_loops_leave_the_trained_ones_and_unknown_fields_are_refused(save, monkeypatch):
     said = []
-    monkeypatch.setattr("loopergy.conversion.lt2_official.warn_beyond_trained", lambda *counts: said.append(counts))
+    monkeypatch.setattr("loopergy.conversion.assemble.warn_beyond_trained", lambda *counts: said.append(counts))
     folder = save(official_state(gate=False))
     config = lt2_from_official(folder, num_loops=3).config
     assert (config.num_loops, config.num_trained_loops) == (3, LOOPS)

@@ -1,14 +1,18 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """What every mixer takes over from attention, from its computation where that says more than its tensors."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from loopergy.configuration.layer_patterns import MIXERS
 from loopergy.configuration.linear_fields import LINEAR_MIXERS
-from loopergy.conversion import ConversionError, convert, restore_layers, student_config
+from loopergy.conversion import ConversionError, convert, mixer_starts, restore_layers, shared_latents, student_config
 from loopergy.conversion.families import MIXER_OPTIONS, parse_mixers
 from loopergy.conversion.mixer_starts import MIXER_RULES, repeat_heads
 from loopergy.conversion.weight_maps import weight_map
@@ -121,6 +125,28 @@ def test_a_dsa_student_of_one_key_value_head_equals_the_teacher_while_all_tokens
         assert torch.equal(tokens[:, :17], ids)
 
 
+def test_a_layers_latents_are_found_once_and_nothing_of_them_or_the_teacher_outlives_the_conversion(
+    make_ouro, monkeypatch
+):
+    found, find = [], shared_latents.find_latents
+
+    def watched(*given):
+        latents = find(*given)
+        found.append(weakref.ref(latents))
+        return latents
+
+    for file in (mixer_starts, shared_latents):
+        monkeypatch.setattr(file, "find_latents", watched, raising=False)
+    teacher = make_ouro()
+    keys = StorageWeakRef(teacher.model.layers[-1].self_attn.k_proj.weight.untyped_storage())
+    student = convert(teacher, [1], "dsa").model
+    del teacher
+    gc.collect()
+    assert student.config.layer_mixers == ["dsa", "full", "dsa"]
+    assert [latents() for latents in found] == [None, None]
+    assert keys.expired()
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_a_dsa_mixer_of_full_width_equals_attention_without_positions(make_ouro, kv_heads):
     """Only the positions of the keys beside the first are lost."""
@@ -231,8 +257,12 @@ def test_a_mixed_student_takes_the_options_of_its_mixers_and_says_where_each_is(
     assert "full attention kept in 1: 4; gdn in 3: 0-2, dsa in 1: 3" in result.report.summary()
     assert result.report.mixer == "gdn, dsa"
     assert result.report.layer_mixers == result.model.config.layer_mixers
-    with pytest.raises(ValueError, match=r"unknown option\(s\) \['kda_norm_eps'\] for mixer 'gdn, dsa'"):
-        convert(teacher, [4], "gdn*3,dsa", kda_norm_eps=1e-5)
+    with pytest.raises(ValueError, match=r"unknown option\(s\) \['top_k'\] for mixer 'gdn, dsa'"):
+        convert(teacher, [4], "gdn*3,dsa", top_k=8)
+    with pytest.raises(ValueError, match=r"no layer gets the mixer of \['dsa_topk'\], dsa; they get gdn$"):
+        convert(teacher, [3, 4], "gdn*3,dsa", dsa_topk=8)
+    with pytest.raises(ValueError, match="they get none, as all are kept"):
+        convert(teacher, "all", "gdn*3,dsa", gdn_conv_size=4)
     restored = restore_layers(result.model, teacher, [0, 3])
     assert restored.config.layer_mixers == ["full", "gdn", "gdn", "full", "full"]
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from loopergy.conversion import ConversionReport, convert
-from loopergy.conversion.report import _ranges
+from loopergy.conversion.report import number_ranges
 
 
 def test_every_tensor_of_the_student_has_one_record_with_its_shape_and_dtype(make_llama):
@@ -95,5 +95,5 @@ def test_table_and_summary_name_tensors_layers_and_counts(make_ouro):
 
 
 def test_ranges_of_layers_are_joined():
-    assert _ranges([5, 0, 1, 2]) == "0-2, 5"
-    assert _ranges([]) == ""
+    assert number_ranges([5, 0, 1, 2]) == "0-2, 5"
+    assert number_ranges([]) == ""

@@ -3,9 +3,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from loopergy.conversion.errors import ConversionError, list_names
 from loopergy.conversion.families import student_config
 from loopergy.conversion.mixer_starts import repeat_heads
-from loopergy.conversion.weight_maps import ConversionError, list_names, weight_map
+from loopergy.conversion.weight_maps import weight_map
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -87,3 +87,16 @@ def test_a_name_that_the_hub_does_not_have_is_in_the_error(monkeypatch, tmp_path
         read_config("m/nope")
     with pytest.raises(OSError, match="we looked\nfor"):  # what is here is not looked for on the Hub
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["", "select"])
+def test_the_folder_of_a_run_names_the_stages_that_hold_models(folder, tmp_path, place):
+    run = tmp_path / "run"
+    for stage in ("align", "select"):
+        (run / stage).mkdir(parents=True)
+        (run / stage / "stage.json").write_text("{}")
+    (run / "align" / "config.json").write_text("{}")
+    with pytest.raises(ConversionError, match=f"holds no model; the stages of its run that do: {run / 'align'}$"):
+        existing_source(run / place)
+    assert existing_source(run / "align") == str(run / "align")
+    assert existing_source(folder) == str(folder)

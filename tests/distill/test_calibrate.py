@@ -249,7 +249,6 @@ def test_the_ridge_is_the_one_that_does_best_on_the_other_fold():
         ({"batches": []}, "`batches` is empty"),
         ({"batches": [{"input_ids": torch.full((1, 4), 7), "labels": torch.full((1, 4), -100)}]}, "no position"),
         ({"ridge": -1.0}, "`ridge` must be at least 0"),
-        ({"search_batches": 0}, "`search_batches` must be at least 1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(ouro, random_batch, change, message):

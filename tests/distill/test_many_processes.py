@@ -3,7 +3,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -26,12 +25,6 @@ HERE = Path(__file__).parent
 LAUNCH_FILES = sorted((HERE.parents[1] / "recipes" / "accelerate").glob("*.yaml"))
 STAGES = ("convert", "align", "select", "distill", "extend")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_case(case: str, folder: Path) -> None:
@@ -183,7 +176,7 @@ def test_a_launched_command_ends_when_one_process_fails_and_goes_on_when_run_aga
     (job / "recipe.yaml").write_text(yaml.safe_dump(values))
     (job / "failing.py").write_text(FAILING)
     command = ["run", str(job / "recipe.yaml"), "-o", str(job / "out")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
 
@@ -191,7 +184,7 @@ def test_a_launched_command_ends_when_one_process_fails_and_goes_on_when_run_aga
         options = {"env": ENVIRONMENT | environment, "capture_output": True, "text": True, "timeout": 300}
         return subprocess.run([*words, *command], **options)
 
-    failed = start([*torchrun, str(free_port()), str(job / "failing.py")])
+    failed = start([*torchrun, str(job / "failing.py")])
     assert failed.returncode != 0
     assert "the disk of process 1 is full" in failed.stderr
     assert (job / "out" / "align").exists()

@@ -266,7 +266,7 @@ def test_finished_stages_are_of_one_teacher_text_and_seed(small, tmp_path, monke
     pytest.importorskip("matplotlib")
     small(**ALONE)[0].run()
     monkeypatch.setattr(recipe_room.RecipeRun, "_train", lambda *args: pytest.fail("trained"))
-    changes = {"teacher": "another", "seed": 1, "data": "offline:code", "documents": "contiguous", "dtype": "float32"}
+    changes = {"seed": 1, "data": "offline:code", "documents": "contiguous", "dtype": "float32"}
     for name, value in changes.items():
         with pytest.raises(StageError, match=rf"finished with other settings: {name} was .*the recipe has {value!r}"):
             small(**{**ALONE, "distill": SAVING, name: value})[0].run()
@@ -277,6 +277,38 @@ def test_finished_stages_are_of_one_teacher_text_and_seed(small, tmp_path, monke
         del record.metrics["run"]
         record.save(tmp_path / "out" / stage)
     small(**{**ALONE, "seed": 1, "align": {**SAVING, "logging_steps": 7}})[0].run()
+
+
+def test_names_may_change_where_teacher_and_texts_stay_and_not_the_other_way_round(small, ouro, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    small(**ALONE)[0].run()
+    texts = tmp_path / "texts"
+    monkeypatch.chdir(tmp_path)
+    small(**{**ALONE, "teacher": "renamed", "data": "texts"})[0].run()
+    monkeypatch.setattr(recipe_room.RecipeRun, "_train", lambda *args: pytest.fail("trained"))
+    for text in texts.iterdir():
+        text.write_text(text.read_text() + "changed")
+    with pytest.raises(StageError, match=r"'align' .* finished with other settings: texts was"):
+        small(**{**ALONE, "distill": SAVING})[0].run()
+    for text in texts.iterdir():
+        text.write_text(text.read_text().removesuffix("changed"))
+    with torch.no_grad():
+        ouro.model.norm.weight.mul_(2)
+    with pytest.raises(StageError, match=r"'convert' .* finished with other settings: teacher_weights was"):
+        small(**{**ALONE, "distill": SAVING})[0].run()
+
+
+@pytest.mark.parametrize("place", ["align", "extend", "checkpoints/align", "checkpoints/mine"])
+def test_what_no_stage_has_written_is_not_replaced(small, tmp_path, place):
+    pytest.importorskip("matplotlib")
+    mine = tmp_path / "out" / place
+    mine.mkdir(parents=True)
+    (mine / "code.py").write_text("1")
+    job, done = small()
+    with pytest.raises(StageError, match=rf"{mine} would be replaced"):
+        job.run()
+    assert (mine / "code.py").read_text() == "1"
+    assert done == []
 
 
 def test_a_stage_that_later_ones_were_not_made_from_is_refused(small, tmp_path):
@@ -321,6 +353,9 @@ LESS = {key: value for key, value in TRAINING.items() if key != "max_steps"}
         ({"extend": {"length": 24, "target_tokens": 0}}, "`target_tokens` must be at least 1, got 0"),
         ({"distill": {**TRAINING, "learning_rate": -1.0}}, "`learning_rate` must be at least 0, got -1"),
         ({"distill": {**TRAINING, "body_learning_rate": -1.0}}, "`body_learning_rate` must be at least 0, got -1"),
+        ({"distill": {**TRAINING, "optim": "adamw_bnb_8bit"}}, "distill: `optim` 'adamw_bnb_8bit' cannot be"),
+        ({"extend": {**TRAINING, "data": "no/such.txt"}}, "no/such.txt' is neither a file nor a folder"),
+        ({"distill": {**TRAINING, "teacher_states": __file__}}, "distill: `teacher_states` .* is a file"),
         ({"distill": {**TRAINING, "direction": "sideways"}}, "`direction` must be one of"),
         ({"distill": {**TRAINING, "final_mass": 0.1}}, "`final_mass` must lie between"),
         ({"extend": {**TRAINING, "kl_weight": -1.0}}, "`kl_weight` must be at least 0"),
@@ -334,7 +369,7 @@ def test_what_a_later_stage_refuses_comes_up_before_the_first(small, changes, me
     if "tasks" in changes.get("distill", {}):
         changes = {**changes, "teacher_and_tokenizer": (new_ouro(vocab_size=len(topics_tokenizer)), topics_tokenizer)}
     job, done = small(**changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         job.run()
     assert done == []
 
@@ -352,6 +387,11 @@ def test_a_tokenizer_of_more_tokens_than_the_teacher_embeds_is_refused(small, ne
 def test_held_out_rows_that_the_teacher_is_not_made_for_are_refused(small):
     with pytest.raises(ValueError, match="evaluate: Rows have 999999 tokens, but the teacher's"):
         small(evaluate={"num_tokens": 96, "length": 999_999})
+
+
+def test_held_out_rows_are_no_longer_than_the_teacher_takes_unless_asked(small, new_ouro, byte_tokenizer):
+    job, _ = small((new_ouro(torch.float32, max_position_embeddings=20), byte_tokenizer), evaluate={"num_tokens": 60})
+    assert job.held_out.batches[0]["input_ids"].shape[1] == 20
 
 
 def test_tasks_too_long_for_a_later_stage_come_up_before_the_first(small, new_ouro, topics_tokenizer):
@@ -432,6 +472,12 @@ def test_numbers_are_read_as_everyone_writes_them(tmp_path):
         ({"teacher": "t", "tasks": {"task": "recall"}}, "`tasks` must be a list of mappings, got {'task'"),
         ({"teacher": "t", "align": {"output_dir": "x"}}, "align: `output_dir` cannot be set here, got 'x'"),
         ({"teacher": "t", "align": {"data_seed": 1}}, "align: `data_seed` cannot be set here, got 1"),
+        ({"teacher": "t", "align": {"label_smoothing_factor": 0.1}}, "`label_smoothing_factor` cannot be set here"),
+        ({"teacher": "t", "distill": {"neftune_noise_alpha": 5}}, "`neftune_noise_alpha` cannot be set here"),
+        ({"teacher": "t", "extend": {"eval_strategy": "steps"}}, "`eval_strategy` cannot be set here"),
+        ({"teacher": "t", "extend": {"push_to_hub": True}}, "`push_to_hub` cannot be set here.*loopergy push"),
+        ({"teacher": "t", "extend": {"resume_from_checkpoint": "x"}}, "`resume_from_checkpoint` cannot be set here"),
+        ({"teacher": "t", "extend": {"use_liger_kernel": True}}, "`use_liger_kernel` cannot .*kl_backend: liger"),
     ],
 )
 def test_recipes_that_cannot_be_name_what_is_known(values, message):
@@ -441,6 +487,7 @@ def test_recipes_that_cannot_be_name_what_is_known(values, message):
 
 def test_whole_numbers_may_be_written_with_a_point_and_null_is_the_default():
     values = {"align": {"length": 32.0, "learning_rate": 1, "target_tokens": None, "tasks": None, "data": None}}
+    values["extend"] = {"push_to_hub": False, "eval_strategy": "no"}
     values |= {"select": {"num_tokens": 1e2, "keep": 0.5, "strategy": "uniform"}, "evaluate": None, "tasks": None}
     recipe = Recipe.from_dict({"teacher": "t", **values})
     assert recipe.align == {"length": 32, "learning_rate": 1, "target_tokens": None}

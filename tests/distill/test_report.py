@@ -99,6 +99,14 @@ def test_the_plan_names_the_mixers_of_the_student_in_their_colours():
     assert "orange: full attention,  grey: Gated DeltaNet,  blue: DeepSeek Sparse Attention" in page
 
 
+def test_the_page_tells_memory_only_where_it_was_measured():
+    pytest.importorskip("matplotlib")
+    report = Report("timed", seconds=90.0)
+    assert "<b>1.5 min</b><span>all stages</span>" in report.to_html()
+    report.peak_memory_bytes = 2**31
+    assert "<b>1.5 min</b><span>and 2.0 GiB, all stages</span>" in report.to_html()
+
+
 def test_a_report_with_nothing_measured_is_a_page_too():
     pytest.importorskip("matplotlib")
     assert "<h1>empty</h1>" in Report("empty").to_html()

@@ -6,6 +6,9 @@ import torch
 
 from loopergy.conversion import convert
 from loopergy.distill import teacher as teacher_room
+from loopergy.distill.align import AlignModule
+from loopergy.distill.calibrate import calibrate
+from loopergy.distill.distill import DistillConfig, DistillModule
 from loopergy.distill.teacher import (
     finish_block,
     head_weight,
@@ -33,6 +36,24 @@ def test_a_folder_is_loaded_with_its_tokenizer(ouro, byte_tokenizer, tmp_path):
     found = resolve_teacher(str(tmp_path))
     assert torch.equal(found.lm_head.weight, ouro.lm_head.weight)
     assert resolve_tokenizer(tmp_path)("ab")["input_ids"] == byte_tokenizer("ab")["input_ids"]
+
+
+def test_a_folder_without_a_tokenizer_is_named(ouro, tmp_path):
+    ouro.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"no tokenizer in '{tmp_path}'.*`tokenizer:` in a recipe"):
+        resolve_tokenizer(tmp_path)
+
+
+def test_a_teacher_of_other_loops_than_the_students_is_refused_by_every_stage(ouro, new_ouro, random_batch, tmp_path):
+    student, other = convert(ouro, keep_layers=[]).model, new_ouro(num_loops=3)
+    args = DistillConfig(str(tmp_path), max_steps=1, use_cpu=True)
+    for stage in (
+        lambda: AlignModule(student, other),
+        lambda: calibrate(student, other, [random_batch()]),
+        lambda: DistillModule(student, other, args),
+    ):
+        with pytest.raises(ValueError, match=r"The student has 2 loops, the teacher 3: .*converted from"):
+            stage()
 
 
 def test_a_hybrid_can_teach(ouro):

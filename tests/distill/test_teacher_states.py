@@ -301,3 +301,11 @@ def test_a_recipe_names_the_folder_and_a_second_one_finds_it_full(ouro, byte_tok
         ).run()
         heldout.append(StageRecord.load(tmp_path / name / "distill").metrics["heldout"]["kl"])
     assert heldout[1:] == pytest.approx([heldout[0]] * 2, rel=1e-6)
+
+
+def test_the_folder_may_lie_in_the_home_folder(setup, tmp_path, monkeypatch):
+    teacher, data, settings, _ = setup
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = write_teacher_states(teacher, data(), "~/states", settings())
+    assert folder == tmp_path / "states"
+    assert TeacherStates("~/states").folder == folder

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 import loopergy
 from loopergy.distill import recipe as recipe_room
-from loopergy.distill import recipe_parts
+from loopergy.distill import staged_run
 from loopergy.distill.recipe import Recipe, RecipeRun
 from loopergy.distill.stage import StageTrainer
 
@@ -134,13 +134,13 @@ def pipeline(
     """
     values = recipe_values(folder, dtype)
     values["distill"]["teacher_states"] = states and str(folder / states)
-    whole, sharded = recipe_parts.whole, []
+    whole, sharded = staged_run.whole, []
 
     def watched(model: PreTrainedModel) -> PreTrainedModel:
         sharded.append(any(isinstance(parameter, DTensor) for parameter in model.parameters()))
         return whole(model)
 
-    recipe_parts.whole = watched
+    staged_run.whole = watched
     if kill is not None and os.environ["RANK"] == str(kill[1]):
         _arm(kill[0], kill[2])
     RecipeRun(Recipe.from_dict(values), folder / name).run()

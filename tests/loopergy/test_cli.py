@@ -122,13 +122,25 @@ def test_stages_run_one_by_one_and_a_recipe_runs_what_is_left(tiny_ouro, tmp_pat
     assert (folder / "align" / "stage.json").is_file()
     assert not (folder / "select").exists()
     skipped = run("distill", "-r", recipe, "-o", folder)
-    assert "'select' of the recipe is not done" in str(skipped.exception)
+    assert "'select' is not done" in str(skipped.exception)
+    flags = ["--teacher", tiny_ouro, "--data", "offline:prose", "--set", "target_tokens=64"]
+    assert "`select: null` to keep no layer" in str(run("distill", *flags, "-o", folder).exception)
     chosen = run("select", "-r", recipe, "-o", folder)
     assert "kept layers [" in chosen.output
     rest = run("run", recipe, "-o", folder, "--set", "align.target_tokens=64")
     assert rest.exit_code == 0, rest.output
     assert "distill" in rest.output
     assert (folder / "report.html").is_file()
+
+
+def test_a_recipe_may_leave_the_selection_out(tiny_ouro, tmp_path):
+    recipe, folder = tmp_path / "recipe.yaml", tmp_path / "run"
+    chosen = "select: {keep: 1, num_tokens: 64, length: 32}"
+    recipe.write_text(RECIPE.format(teacher=tiny_ouro).replace(chosen, "select: null"))
+    assert run("align", "-r", recipe, "-o", folder).exit_code == 0
+    done = run("distill", "-r", recipe, "-o", folder)
+    assert done.exit_code == 0, done.output
+    assert json.loads((folder / "distill" / "stage.json").read_text())["kept_layers"] == []
 
 
 def test_another_setting_of_a_finished_stage_is_refused(tiny_ouro, tmp_path):

@@ -1,14 +1,17 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
 """The demo: what it promises to write, with small budgets in the quick suite and for real in the slow one."""
 
+import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import Trainer
 
-from loopergy import demo
+from loopergy import cli, demo
 from loopergy.distill.teacher import smollm2_file
 from loopergy.modeling.modeling_lt2 import LT2ForCausalLM
 
@@ -55,6 +58,27 @@ def test_the_looped_path_runs_whole_with_tiny_budgets_and_again_without_training
 def test_an_unknown_teacher_names_the_known_ones():
     with pytest.raises(ValueError, match=r"smollm2.*ouro-tiny"):
         demo.choose_teacher("gpt")
+
+
+def test_the_command_and_the_function_write_to_one_folder():
+    defaults = [inspect.signature(verb).parameters["output"].default for verb in (demo.run_demo, cli.demo)]
+    assert Path(defaults[0]) == defaults[1]
+
+
+def test_memory_is_told_in_bytes_and_only_where_the_system_tells_it(monkeypatch):
+    usage = SimpleNamespace(ru_maxrss=2048)
+    monkeypatch.setattr(demo, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage))
+    monkeypatch.setattr(demo.sys, "platform", "linux")
+    assert demo.peak_memory_bytes() == 2048 * 1024
+    monkeypatch.setattr(demo.sys, "platform", "darwin")
+    assert demo.peak_memory_bytes() == 2048
+    monkeypatch.setattr(demo, "resource", None)
+    assert demo.peak_memory_bytes() == 0
+
+
+def test_the_demo_is_imported_where_there_is_no_resource_module():
+    code = "import sys, loopergy; sys.modules['resource'] = None; from loopergy import demo; assert not demo.resource"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_auto_takes_smollm2_only_where_it_can_be_read(monkeypatch):

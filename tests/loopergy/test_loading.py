@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import loopergy
 from loopergy import cli
 from loopergy.describe import describe_cost, model_cost
-from loopergy.loading import auto_class, check_whole, checked_device, found_model, model_config
+from loopergy.loading import auto_class, check_run_options, check_whole, checked_device, found_model, model_config
 
 TENSOR = "model.layers.1.self_attn.q_proj.weight"
 
@@ -122,6 +122,19 @@ def test_a_device_that_is_not_there_is_refused(name):
 def test_a_device_that_is_there_is_returned():
     assert checked_device("cpu") == torch.device("cpu")
     assert checked_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(loopergy.LT2Config, "num_steps"), (loopergy.OuroConfig, "num_steps"), (loopergy.NRGPTConfig, "num_loops")],
+)
+def test_loops_and_steps_that_a_model_does_not_have_are_refused_by_its_config_alone(tmp_path, kind, option):
+    kind.from_preset("tiny").save_pretrained(tmp_path)
+    other = {"num_steps": "num_loops", "num_loops": "num_steps"}[option]
+    check_run_options(tmp_path, **{other: 1})
+    said = rf"{option}=2 \(--{option.replace('_', '-')}\): .* type '{kind.model_type}'"
+    with pytest.raises(ValueError, match=said):
+        check_run_options(tmp_path, **{option: 2})
 
 
 @pytest.mark.parametrize(

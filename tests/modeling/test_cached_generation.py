@@ -45,10 +45,12 @@ def test_generation_refuses_what_would_draft_or_read_wrongly(make_ouro, make_lt2
     with pytest.raises(ValueError, match=r"assistant_early_exit=1 .*num_loops=1"):
         greedy(teacher, ids, 4, assistant_early_exit=1)
     pieces = ({"prompt_lookup_num_tokens": 3}, {"assistant_model": teacher}, {"prefill_chunk_size": 2})
+    pieces += ({"use_cache": False},)
     for options in pieces:
         with pytest.raises(ValueError, match="kv_sharing='last'"):
             greedy(shared, ids, 4, **options)
         assert torch.equal(greedy(shared, ids, 4, num_loops=1, **options), greedy(teacher, ids, 4, num_loops=1))
+        assert torch.equal(greedy(shared, ids, 4, exit_at_step=0, **options), greedy(teacher, ids, 4, num_loops=1))
 
 
 @pytest.mark.parametrize("fields", [{"sliding_window": 1}, {"sliding_window": 4, "loop_windows": [None, 1, 3]}])
@@ -65,6 +67,14 @@ def test_a_static_cache_gives_the_same_tokens_for_every_prompt(any_model, make_i
     for length in (7, 11):
         ids = make_ids(2, length)
         assert torch.equal(greedy(any_model, ids, 6, cache_implementation="static"), greedy(any_model, ids, 6))
+
+
+@torch.no_grad()
+def test_a_static_cache_may_read_the_prompt_in_chunks(any_model, make_ids):
+    """Guards A12: also where slots hold something else than keys and values of one width."""
+    ids = make_ids(2, 9)
+    chunks = {"cache_implementation": "static", "prefill_chunk_size": 4}
+    assert torch.equal(greedy(any_model, ids, 6, **chunks), greedy(any_model, ids, 6))
 
 
 @torch.no_grad()

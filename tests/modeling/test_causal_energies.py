@@ -19,14 +19,13 @@ from causal_energies_by_hand import (
 )
 from torch.nn import functional as F
 
-from loopergy.modeling.building_blocks import RMSNorm
+from loopergy.modeling.building_blocks import RMSNorm, rotate
 from loopergy.modeling.causal_energies import (
     DiagonalPart,
     NormedStream,
     interaction_energy,
     interaction_force,
     query_chunks,
-    rotate,
     visible_scores,
 )
 from loopergy.modeling.modeling_cem_llama import CEMAttention

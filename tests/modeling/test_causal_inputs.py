@@ -10,15 +10,6 @@ from transformers import DynamicCache, StaticCache
 EXACT = {"rtol": 0, "atol": 1e-10}
 
 
-def run_in_chunks(model, ids, sizes, cache=None, **kwargs):
-    logits, start = [], 0
-    for size in sizes:
-        outputs = model(ids[:, start : start + size], cache=cache, use_cache=True, **kwargs)
-        logits.append(outputs.logits)
-        cache, start = outputs.cache, start + size
-    return torch.cat(logits, dim=1), cache
-
-
 def greedy(model, ids, tokens, **kwargs):
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **kwargs)
 
@@ -26,7 +17,7 @@ def greedy(model, ids, tokens, **kwargs):
 @pytest.mark.parametrize("sizes", [[14], [9, 5], [1] * 14, [3, 1, 7, 3]])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_any_split_of_the_tokens_gives_the_logits_of_one_pass(any_cem, make_ids, sizes, attention):
+def test_any_split_of_the_tokens_gives_the_logits_of_one_pass(any_cem, make_ids, sizes, attention, run_in_chunks):
     """Guards A1, A15."""
     ids = make_ids(2, 14)
     whole = any_cem(ids, use_cache=False).logits
@@ -36,7 +27,7 @@ def test_any_split_of_the_tokens_gives_the_logits_of_one_pass(any_cem, make_ids,
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @torch.no_grad()
-def test_one_cache_serves_any_number_of_steps(any_cem, make_ids, steps):
+def test_one_cache_serves_any_number_of_steps(any_cem, make_ids, steps, run_in_chunks):
     ids = make_ids(2, 9)
     whole = any_cem(ids, use_cache=False, num_steps=steps).logits
     logits, cache = run_in_chunks(any_cem, ids, [4, 1, 4], num_steps=steps)
@@ -47,7 +38,7 @@ def test_one_cache_serves_any_number_of_steps(any_cem, make_ids, steps):
 
 @pytest.mark.parametrize("kind", ["config", "bare", "static"])
 @torch.no_grad()
-def test_a_cache_built_by_the_user_serves_as_well(any_cem, make_ids, kind):
+def test_a_cache_built_by_the_user_serves_as_well(any_cem, make_ids, kind, run_in_chunks):
     """Guards A5, A12."""
     ids, config = make_ids(2, 14), any_cem.config
     cache = StaticCache(config=config, max_cache_len=16) if kind == "static" else DynamicCache()
@@ -70,7 +61,7 @@ def test_the_cache_holds_as_many_numbers_as_documented(any_cem, make_ids):
 
 
 @torch.no_grad()
-def test_growing_writes_in_place_and_leaves_earlier_results_alone(make_cem, make_ids):
+def test_growing_writes_in_place_and_leaves_earlier_results_alone(make_cem, make_ids, run_in_chunks):
     for diagonal in ("none", "shared"):
         model, ids = make_cem(cem_diag=diagonal), make_ids(1, 40)
         whole = model(ids, use_cache=False).logits
@@ -108,7 +99,7 @@ def test_beams_and_drafts_give_what_they_give_without_a_cache(any_cem, make_cem,
 
 
 @torch.no_grad()
-def test_a_cropped_cache_continues_as_if_the_tail_had_not_been(any_cem, make_ids):
+def test_a_cropped_cache_continues_as_if_the_tail_had_not_been(any_cem, make_ids, run_in_chunks):
     """Guards A8, A10."""
     ids, other = make_ids(2, 10), make_ids(2, 4, seed=7)
     _, cache = run_in_chunks(any_cem, ids, [7, 3])
@@ -237,7 +228,7 @@ def test_a_static_cache_may_be_filled_by_a_prefill_in_chunks(make_cem, make_ids)
 
 
 @torch.no_grad()
-def test_a_static_cache_has_room_behind_the_last_of_many_queries(make_cem, make_ids):
+def test_a_static_cache_has_room_behind_the_last_of_many_queries(make_cem, make_ids, run_in_chunks):
     model, ids = make_cem(num_hidden_layers=1), make_ids(1, 300)
     cache = StaticCache(config=model.config, max_cache_len=320)
     logits, _ = run_in_chunks(model, ids, [100, 200], cache=cache)

@@ -19,16 +19,6 @@ from loopergy.modeling.looped_cache import GrowingLayer, RecurrentLayer, make_ca
 EXACT = {"rtol": 0, "atol": 1e-10}
 
 
-def run_in_chunks(model, ids, sizes, cache=None, **kwargs):
-    """Feed `ids` in pieces; return the logits of all of them and the cache."""
-    logits, start = [], 0
-    for size in sizes:
-        outputs = model(ids[:, start : start + size], cache=cache, use_cache=True, **kwargs)
-        logits.append(outputs.logits)
-        cache, start = outputs.cache, start + size
-    return torch.cat(logits, dim=1), cache
-
-
 def greedy(model, ids, tokens, **kwargs):
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **kwargs)
 
@@ -50,7 +40,7 @@ def tensors_of(cache) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("sizes", [[22], [17, 5], [1] * 22, [3] * 7 + [1], [5, 1, 1, 15]])
 @torch.no_grad()
-def test_any_split_of_the_tokens_gives_the_logits_of_one_pass(any_model, make_ids, sizes):
+def test_any_split_of_the_tokens_gives_the_logits_of_one_pass(any_model, make_ids, sizes, run_in_chunks):
     """Guards A1, A15."""
     ids = make_ids(2, 22)
     whole = any_model(ids, use_cache=False).logits
@@ -59,7 +49,7 @@ def test_any_split_of_the_tokens_gives_the_logits_of_one_pass(any_model, make_id
 
 @pytest.mark.parametrize("kind", ["config", "static"])
 @torch.no_grad()
-def test_a_cache_built_by_the_user_serves_as_well(any_model, make_ids, kind):
+def test_a_cache_built_by_the_user_serves_as_well(any_model, make_ids, kind, run_in_chunks):
     """Guards A5, G7."""
     ids = make_ids(2, 14)
     config = any_model.config
@@ -69,7 +59,7 @@ def test_a_cache_built_by_the_user_serves_as_well(any_model, make_ids, kind):
 
 
 @torch.no_grad()
-def test_every_slot_counts_the_tokens_once(any_model, make_ids):
+def test_every_slot_counts_the_tokens_once(any_model, make_ids, run_in_chunks):
     """Guards A3, A4."""
     _, cache = run_in_chunks(any_model, make_ids(2, 11), [10, 1])
     config = any_model.config
@@ -81,7 +71,7 @@ def test_every_slot_counts_the_tokens_once(any_model, make_ids):
 
 
 @torch.no_grad()
-def test_loops_forced_into_one_slot_do_not_agree_with_a_full_pass(make_ouro, make_ids, monkeypatch):
+def test_loops_forced_into_one_slot_do_not_agree_with_a_full_pass(make_ouro, make_ids, monkeypatch, run_in_chunks):
     """Guards A4: the test that slots are apart can fail."""
     model, ids = make_ouro(), make_ids(1, 8)
     whole = model(ids, use_cache=False).logits
@@ -121,7 +111,7 @@ def test_a_prompt_does_not_feel_its_neighbours_in_the_batch(any_model, make_ids)
 
 
 @torch.no_grad()
-def test_mask_sizes_count_the_past(make_ouro, make_ids):
+def test_mask_sizes_count_the_past(make_ouro, make_ids, run_in_chunks):
     """Guards A6."""
     _, cache = run_in_chunks(make_ouro(), make_ids(1, 12), [12])
     assert cache.get_mask_sizes(1, 0) == (13, 0)
@@ -155,7 +145,7 @@ def test_padding_anywhere_is_as_if_it_were_not_there(make_lt2, make_ids, mask):
 
 
 @torch.no_grad()
-def test_a_chunk_of_padding_leaves_the_state_alone(make_lt2, make_ids):
+def test_a_chunk_of_padding_leaves_the_state_alone(make_lt2, make_ids, run_in_chunks):
     """Guards B1."""
     model = make_lt2(layer_mixers="gdn")
     _, cache = run_in_chunks(model, make_ids(1, 6), [6])
@@ -214,7 +204,7 @@ def test_reordering_repeating_and_selecting_reach_every_tensor(any_model, make_i
 
 
 @torch.no_grad()
-def test_a_reset_cache_starts_anew(any_model, make_ids):
+def test_a_reset_cache_starts_anew(any_model, make_ids, run_in_chunks):
     ids = make_ids(2, 8)
     first, cache = run_in_chunks(any_model, ids, [5, 3])
     cache.reset()
@@ -293,7 +283,9 @@ def test_shared_slots_leave_the_prompt_exact_and_one_loop_unchanged(make_ouro, m
 
 
 @torch.no_grad()
-def test_shared_slots_hold_the_last_loops_keys_for_past_and_own_loops_for_the_new_token(make_ouro, make_ids):
+def test_shared_slots_hold_last_loop_keys_for_the_past_and_own_loops_for_the_new_token(
+    make_ouro, make_ids, run_in_chunks
+):
     """The rule of `kv_sharing="last"`, from a cache of the exact model with all slots set to the last loop's."""
     ids = make_ids(2, 9)
     shared, exact = make_ouro(kv_sharing="last"), make_ouro()
@@ -478,7 +470,7 @@ def test_pads_read_one_by_one_change_nothing(any_model, make_ids):
     torch.testing.assert_close(torch.cat(steps, dim=1)[real], whole[real], **EXACT)
 
 
-def test_gradients_through_a_continued_cache_are_those_of_one_pass(any_model, make_ids):
+def test_gradients_through_a_continued_cache_are_those_of_one_pass(any_model, make_ids, run_in_chunks):
     """A prefix with or without gradients, and the rest."""
     ids, parameters = make_ids(1, 14), [p for p in any_model.parameters() if p.requires_grad]
 

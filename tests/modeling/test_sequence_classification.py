@@ -51,3 +51,29 @@ def test_the_loss_has_gradients_and_counts_items(classifier, make_ids):
     torch.testing.assert_close(parts, whole)
     whole.backward()
     assert classifier.score.weight.grad.ne(0).any()
+
+
+@pytest.mark.parametrize("told_by", ["mask", "padding id"])
+def test_the_indexers_divergence_is_part_of_the_loss(make_ids, told_by):
+    """The mean of each sequence's, so that neither padding nor the way a batch is cut changes it."""
+    fields = {"layer_mixers": "dsa", "dsa_topk": 5, "dsa_latent_dim": 12, "dsa_tail_dim": 4, "num_labels": 3}
+    config = LT2Config.from_preset("tiny", vocab_size=128, initializer_range=0.2, pad_token_id=0, **fields)
+    model = LT2ForSequenceClassification(config).double().train()
+    ids, labels = make_ids(2, 9), torch.tensor([0, 2])
+    ids[0, 6:] = 0
+    mask = {"attention_mask": (ids != 0).long()} if told_by == "mask" else {}
+
+    def loss(rows: slice, **options):
+        own = {name: value[rows] for name, value in mask.items()}
+        return model(ids[rows], labels=labels[rows], **own, **options).loss
+
+    every = slice(None)
+    plain = loss(every)
+    config.dsa_indexer_loss_weight = 0.5
+    divergence = model.model(ids, **mask, output_indexer_divergence=True).indexer_divergence
+    expected = plain + 0.5 * (divergence[0, :6].mean() + divergence[1].mean()) / 2
+    torch.testing.assert_close(loss(every), expected, rtol=0, atol=1e-10)
+    parts = [loss(slice(row, row + 1), num_items_in_batch=torch.tensor(2)) for row in range(2)]
+    torch.testing.assert_close(sum(parts), expected, rtol=0, atol=1e-10)
+    model.eval()
+    torch.testing.assert_close(loss(every), plain, rtol=0, atol=1e-10)

@@ -120,7 +120,8 @@ def test_the_divergence_joins_the_loss_in_training_only(make_lt2, make_ids, inde
     outputs = model(ids, labels=ids)
     assert outputs.indexer_divergence.shape == (2, 12)
     assert torch.equal(outputs.indexer_divergence, asked)
-    torch.testing.assert_close(outputs.loss, plain.loss + 0.5 * asked.mean(), **EXACT)
+    # The last token predicts nothing, and so counts as little here as in the cross-entropy.
+    torch.testing.assert_close(outputs.loss, plain.loss + 0.5 * asked[:, :-1].mean(), **EXACT)
     model.config.dsa_indexer_loss_weight = 0.0
     assert torch.equal(model(ids, labels=ids).loss, plain.loss)
 
@@ -149,6 +150,34 @@ def test_the_indexers_loss_counts_items_however_the_batch_is_cut(make_lt2, make_
     ]
     # The cross-entropy is transformers', in float32.
     torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_indexers_loss_is_of_the_positions_that_predict_a_label(make_lt2, make_ids, shifted):
+    """Guards I1: prompts of other lengths neither weigh it nor tell how a batch was cut."""
+    model, ids = make_lt2(**DSA, dsa_indexer_loss_weight=0.5).train(), make_ids(2, 12)
+    answers = torch.tensor([[10], [3]]) <= torch.arange(12)  # two and nine labels
+    labels = ids.masked_fill(~answers, -100)
+    divergence = model(ids, output_indexer_divergence=True).indexer_divergence
+    expected = 0.5 * divergence[:, :-1][answers[:, 1:]].mean()
+
+    def indexer_loss(rows: slice, **options):
+        given = {"labels": labels[rows], **options}
+        if shifted:
+            given["shift_labels"] = torch.nn.functional.pad(labels[rows, 1:], (0, 1), value=-100)
+            given["labels"] = given["shift_labels"]
+        whole = model(ids[rows], **given).loss
+        model.config.dsa_indexer_loss_weight = 0.0
+        plain = model(ids[rows], **given).loss
+        model.config.dsa_indexer_loss_weight = 0.5
+        return whole - plain
+
+    # The cross-entropy is transformers', in float32.
+    for items in (None, 11, torch.tensor(11)):
+        found = indexer_loss(slice(None), **({} if items is None else {"num_items_in_batch": items}))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    parts = [indexer_loss(slice(row, row + 1), num_items_in_batch=11) for row in range(2)]
+    torch.testing.assert_close(sum(parts), expected, rtol=0, atol=1e-5)
 
 
 def test_padding_does_not_count_in_the_indexers_mean(make_lt2, make_ids):

@@ -82,6 +82,12 @@ def test_a_tokenizer_that_cannot_write_the_needle_is_refused():
         )
 
 
+def test_other_errors_of_a_tokenizer_are_seen(topics_tokenizer, monkeypatch):
+    monkeypatch.setattr(type(topics_tokenizer), "_encode_plus", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Needle(vocabulary=topics_tokenizer)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

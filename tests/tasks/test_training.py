@@ -17,7 +17,6 @@ from loopergy.tasks.training import (
     TaskConfig,
     TaskTrainer,
     learning_rate_share,
-    parameter_groups,
     task_of_run,
     train_curriculum,
     train_on_task,
@@ -182,13 +181,12 @@ def test_matrices_decay_and_norms_biases_and_decay_parameters_do_not(task, tmp_p
         assert any("loop_residual" in name for name in free)
 
 
-def test_frozen_parameters_are_in_no_group_and_empty_groups_are_left_out(task):
+def test_frozen_parameters_are_in_no_group(task, tmp_path):
     model = new_model("llama", task)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "norm" in name
-    groups = parameter_groups(model, 0.1)
-    assert [group["weight_decay"] for group in groups] == [0.0]
-    assert len(groups[0]["params"]) == 5
+    groups = TaskTrainer(model, task, settings(tmp_path, weight_decay=0.1)).create_optimizer().param_groups
+    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.1, 0), (0.0, 5)]
 
 
 def test_the_learning_rate_follows_its_formula():

@@ -202,11 +202,21 @@ def test_halves_of_characters_are_replaced_so_that_texts_can_be_tokenised(tmp_pa
 
 @pytest.mark.parametrize(
     ("source", "error", "message"),
-    [("/no/such/folder", FileNotFoundError, "neither"), ("offline:poems", ValueError, "offline:prose")],
+    [
+        ("/no/such/folder", FileNotFoundError, "neither"),
+        ("corpus.parquet", FileNotFoundError, "neither"),
+        ("offline:poems", ValueError, "offline:prose"),
+    ],
 )
 def test_a_source_that_is_not_there_says_what_is_allowed(source, error, message):
     with pytest.raises(error, match=message):
         load_documents(source)
+
+
+def test_a_name_that_the_hub_does_not_have_is_said_to_be_no_path_either(byte_tokenizer):
+    data = PackedDataset("data/mistyped", byte_tokenizer, 8)
+    with pytest.raises(FileNotFoundError, match="'data/mistyped' is no file or folder here, and the Hub did not give"):
+        next(iter(data))
 
 
 def test_streamed_data_sets_are_read_and_resumed_without_tokenising_what_was_read(byte_tokenizer, monkeypatch):

@@ -12,9 +12,9 @@ from loopergy.modeling.kernels.chunk_layout import Chunks, chunk_layout, documen
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6), chunk_size=st.integers(1, 7), packed=st.booleans()
 )
 def test_tokens_go_to_chunks_and_back(lengths, chunk_size, packed):
-    edges = torch.tensor([0, *lengths]).cumsum(0)
-    length = int(edges[-1])
-    layout = chunk_layout(length, chunk_size, edges.tolist() if packed else None)
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+    length = int(boundaries[-1])
+    layout = chunk_layout(length, chunk_size, boundaries.tolist() if packed else None)
     tokens = torch.arange(1.0, 1 + length * 6).view(1, length, 3, 2)
     chunks = layout.to_chunks(tokens, 0, layout.num_chunks)
     assert chunks.shape == (layout.num_chunks, 1, 3, chunk_size, 2)
@@ -46,7 +46,7 @@ def test_whole_chunks_of_one_sequence_are_a_view():
 
 
 @pytest.mark.parametrize(
-    ("edges", "message"),
+    ("boundaries", "message"),
     [
         (torch.tensor([0, 3, 9]), r"from 0 to the length of the row, 10, got \[0, 3, 9\]"),
         (torch.tensor([1, 10]), "from 0"),
@@ -56,11 +56,11 @@ def test_whole_chunks_of_one_sequence_are_a_view():
     ],
     ids=["too short", "late start", "falling", "float", "matrix"],
 )
-def test_edges_that_do_not_describe_the_row_are_refused(edges, message):
+def test_boundaries_that_do_not_describe_the_row_are_refused(boundaries, message):
     with pytest.raises(ValueError, match=message):
-        document_boundaries(edges, 1, 10)
+        document_boundaries(boundaries, 1, 10)
 
 
-def test_edges_are_returned_as_a_list():
+def test_boundaries_are_returned_as_a_list():
     assert document_boundaries(torch.tensor([0, 4, 10], dtype=torch.int32), 1, 10) == [0, 4, 10]
     assert document_boundaries(None, 3, 10) is None

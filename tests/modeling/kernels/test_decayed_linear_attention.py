@@ -1,5 +1,4 @@
 # Copyright 2026 The loopergy authors. Licensed under the Apache License, Version 2.0.
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -19,7 +18,7 @@ from loopergy.modeling.kernels import (
 from loopergy.modeling.kernels.linear_attention_step import kda_step, linear_attention_step
 
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 129]
-KINDS = ("none", "gamma", "head", "channel", "kda")
+KINDS = ("none", "head", "channel", "kda")
 DECAYS = torch.tensor([0.0, -0.05, -5.0, -50.0, -torch.inf], dtype=torch.float64)
 
 
@@ -41,9 +40,7 @@ def draw(
     groups = 1 if kind in ("none", "head") else heads
     inputs = {"q": normal(batch, length, groups, width), "k": normal(batch, length, groups, width) / width**0.5}
     inputs["v"] = normal(batch, length, heads, values)
-    if kind == "gamma":
-        inputs["g_gamma"] = (1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64))).log().to(dtype)
-    elif kind == "head":
+    if kind == "head":
         inputs["g"] = log_decay(batch, length, heads)
     elif kind != "none":
         inputs["g"] = log_decay(batch, length, heads, width)
@@ -60,7 +57,7 @@ def kernels(kind):
     return (chunk_gla, recurrent_gla) if kind == "channel" else (chunk_simple_gla, recurrent_simple_gla)
 
 
-def literal(q, k, v, g=None, beta=None, g_gamma=None, initial_state=None, scale=None):
+def literal(q, k, v, g=None, beta=None, initial_state=None, scale=None):
     """The recurrences as written, one token, one row and one head at a time, in float64."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     share = v.shape[2] // q.shape[2]
@@ -72,9 +69,7 @@ def literal(q, k, v, g=None, beta=None, g_gamma=None, initial_state=None, scale=
             state, outputs = zero if initial_state is None else initial_state[b, h].double(), []
             for t in range(v.shape[1]):
                 query, key, value = (x.double() for x in (q[b, t, h // share], k[b, t, h // share], v[b, t, h]))
-                if g_gamma is not None:
-                    state = g_gamma[h].double().exp() * state
-                elif g is not None:
+                if g is not None:
                     state = g[b, t, h].double().exp().reshape(-1, 1) * state
                 if beta is not None:
                     value = beta[b, t, h].double() * (value - state.T @ key)
@@ -213,7 +208,7 @@ def test_a_sequence_in_pieces_equals_the_whole(cuts, kind):
     whole = chunk(**inputs, output_final_state=True)
     state, outputs = inputs.pop("initial_state"), []
     for start, stop in pairwise((0, *cuts, 70)):
-        piece = {name: x if name == "g_gamma" else x[:, start:stop] for name, x in inputs.items()}
+        piece = {name: x[:, start:stop] for name, x in inputs.items()}
         rule = step if stop - start == 1 else chunk
         output, state = rule(**piece, initial_state=state, output_final_state=True)
         outputs.append(output)
@@ -223,12 +218,12 @@ def test_a_sequence_in_pieces_equals_the_whole(cuts, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_documents_alone(kind, form):
     """Guards C1: lengths around the chunk size, an empty one, and one token."""
-    edges = [0, 16, 16, 17, 50, 65]
+    boundaries = [0, 16, 16, 17, 50, 65]
     inputs = leaves(draw(kind, 1, 65, documents=5))
-    actual = kernels(kind)[0](**inputs, output_final_state=True, cu_seqlens=torch.tensor(edges))
+    actual = kernels(kind)[0](**inputs, output_final_state=True, cu_seqlens=torch.tensor(boundaries))
     outputs, states = [], []
-    for document, (start, stop) in enumerate(pairwise(edges)):
-        piece = {name: x if name == "g_gamma" else x[:, start:stop] for name, x in inputs.items()}
+    for document, (start, stop) in enumerate(pairwise(boundaries)):
+        piece = {name: x[:, start:stop] for name, x in inputs.items()}
         piece["initial_state"] = inputs["initial_state"][document : document + 1]
         output, state = kernels(kind)[1](**piece, output_final_state=True)
         outputs.append(output)
@@ -237,7 +232,7 @@ def test_packed_documents_equal_documents_alone(kind, form):
     assert distance(actual, expected) < 1e-11
     weights = [torch.randn_like(x) for x in actual]
     assert distance(gradients(actual, inputs, weights), gradients(expected, inputs, weights)) < 1e-10
-    by_step = kernels(kind)[1](**inputs, output_final_state=True, cu_seqlens=torch.tensor(edges))
+    by_step = kernels(kind)[1](**inputs, output_final_state=True, cu_seqlens=torch.tensor(boundaries))
     assert distance(by_step, expected) < 1e-12
 
 
@@ -249,7 +244,7 @@ def test_packed_documents_equal_documents_alone(kind, form):
 def test_low_precision_inputs_are_computed_in_float32(dtype, tolerance, kind, mild):
     """Guards F1, F2 and F13."""
     inputs = draw(kind, length=65, width=16, values=32, dtype=dtype, mild=mild)
-    inputs = {name: x.float() if name in ("g", "g_gamma", "initial_state") else x for name, x in inputs.items()}
+    inputs = {name: x.float() if name in ("g", "initial_state") else x for name, x in inputs.items()}
     expected = literal(**inputs)
     for kernel in kernels(kind):
         arguments = leaves(inputs)
@@ -267,7 +262,7 @@ def test_low_precision_inputs_are_computed_in_float32(dtype, tolerance, kind, mi
 @pytest.mark.parametrize("log_decay", [-1.2, -1.3, -2.4, -2.6, -80.0])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_both_sides_of_what_counts_as_mild_are_exact(batch, log_decay, kind, monkeypatch):
-    """Guards F2: chunks of 32 and 16 tokens whose decays may just, and may just not, be turned round in float32."""
+    """Guards F2: chunks of 32 and 16 tokens whose decays one may just, and may just not, divide by in float32."""
     monkeypatch.setattr(segments, "_SHORT_NUMBERS", 0)
     inputs = draw(kind, batch, length=65, width=16, values=8, mild=True)
     inputs["g"] = torch.full_like(inputs["g"], log_decay)
@@ -324,8 +319,7 @@ def test_compiled_equals_eager(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_function_transforms_see_through_it(kind):
     inputs = draw(kind, 4, 9, 2)
-    shared = {name: inputs.pop(name) for name in ("g_gamma",) if name in inputs}
-    chunk = partial(kernels(kind)[0], **shared)
+    chunk = kernels(kind)[0]
     together = chunk(**inputs)[0]
 
     def alone(*tensors):
@@ -421,8 +415,6 @@ def test_linear_attention_is_masked_attention_without_softmax():
     [
         ("head", {"k": torch.zeros(2, 17, 1, 5)}, "`q` and `k` must be"),
         ("head", {"g": torch.zeros(2, 17, 2)}, r"`g` must be \(2, 17, 3\) like `v`, got \(2, 17, 2\)"),
-        ("head", {"g_gamma": torch.zeros(3)}, "not both"),
-        ("gamma", {"g_gamma": torch.zeros(2)}, "one per head"),
         ("channel", {"g": torch.zeros(2, 17, 3)}, "`q`, `k` and `g` must be"),
         ("kda", {"g": torch.zeros(2, 17, 3)}, r"`g` must be \(2, 17, 3, 4\)"),
         ("kda", {"beta": torch.zeros(2, 17, 2)}, r"`beta` \(2, 17, 3\)"),

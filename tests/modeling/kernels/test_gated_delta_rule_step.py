@@ -24,3 +24,10 @@ def test_step_in_place_equals_the_step_form_token_by_token(dtype):
     assert state.data_ptr() == address
     assert torch.allclose(state, last, atol=tolerance)
     assert torch.allclose(torch.stack(outputs, 1).to(dtype), expected, atol=tolerance, rtol=1e-2)
+
+
+def test_tensors_without_data_have_the_shapes_of_the_results():
+    inputs = [torch.randn(1, 5, 2, 4, device="meta") for _ in range(3)] + [torch.randn(1, 5, 2, device="meta")] * 2
+    out, state = recurrent_gated_delta_rule(*inputs, output_final_state=True)
+    assert out.shape == (1, 5, 2, 4)
+    assert state.shape == (1, 2, 4, 4)

@@ -68,7 +68,7 @@ def distance(left, right):
 def form(request, monkeypatch):
     """Run a test on the hand-written pair and on the expression for tracers."""
     if request.param == "traced":
-        monkeypatch.setattr(module, "_is_traced", lambda: True)
+        monkeypatch.setattr(module, "is_traced", lambda: True)
     return request.param
 
 
@@ -295,17 +295,17 @@ def test_weak_decay_after_strong_decay_keeps_float32_accuracy():
     assert (actual - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-EDGES = [(0, 11, 18, 32), (0, 16, 32), (0, 1, 2, 2, 3, 32), (0, 0, 32, 32), (0, 32)]
+BOUNDARIES = [(0, 11, 18, 32), (0, 16, 32), (0, 1, 2, 2, 3, 32), (0, 0, 32, 32), (0, 32)]
 
 
-@pytest.mark.parametrize("edges", EDGES, ids=str)
+@pytest.mark.parametrize("boundaries", BOUNDARIES, ids=str)
 @pytest.mark.parametrize("chunk_size", [None, 4, 16])
-def test_packed_documents_equal_separate_runs(edges, chunk_size, form):
+def test_packed_documents_equal_separate_runs(boundaries, chunk_size, form):
     """Guards C1 and C3: outputs, states and gradients."""
-    inputs = leaves(draw(1, 32, documents=len(edges) - 1))
-    packed = {"cu_seqlens": torch.tensor(edges), "output_final_state": True}
+    inputs = leaves(draw(1, 32, documents=len(boundaries) - 1))
+    packed = {"cu_seqlens": torch.tensor(boundaries), "output_final_state": True}
     separate = []
-    for document, (start, stop) in enumerate(pairwise(edges)):
+    for document, (start, stop) in enumerate(pairwise(boundaries)):
         piece = {name: x[:, start:stop] for name, x in inputs.items()}
         piece["initial_state"] = inputs["initial_state"][document : document + 1]
         separate.append(recurrent_gated_delta_rule(**piece, output_final_state=True))
@@ -320,14 +320,14 @@ def test_packed_documents_equal_separate_runs(edges, chunk_size, form):
         assert distance(gradients(actual, inputs, weights), expected_gradients) < 1e-10
 
 
-def test_no_gradient_at_all_crosses_the_edge_of_a_document():
+def test_no_gradient_at_all_crosses_the_boundary_of_a_document():
     """Guards C1."""
-    for edges in EDGES:
-        if len(edges) == 2:
+    for boundaries in BOUNDARIES:
+        if len(boundaries) == 2:
             continue
-        inputs = leaves(draw(1, 32, documents=len(edges) - 1))
-        output, _ = chunk_gated_delta_rule(**inputs, cu_seqlens=torch.tensor(edges), chunk_size=8)
-        for start, stop in pairwise(edges):
+        inputs = leaves(draw(1, 32, documents=len(boundaries) - 1))
+        output, _ = chunk_gated_delta_rule(**inputs, cu_seqlens=torch.tensor(boundaries), chunk_size=8)
+        for start, stop in pairwise(boundaries):
             loss = output[:, start:stop].square().sum()
             for grad in torch.autograd.grad(loss, [inputs[name] for name in NAMES[:5]], retain_graph=True):
                 assert grad[:, :start].count_nonzero() == 0
@@ -389,6 +389,13 @@ def test_autocast_does_not_lower_the_precision(rule, form):
     with torch.autocast("cpu", torch.bfloat16, enabled=rule is chunk_gated_delta_rule and form == "hand-written"):
         grads = torch.autograd.grad(actual.sum(), list(inputs.values()))
     assert distance(grads, torch.autograd.grad(expected.sum(), list(inputs.values()))) < 1e-5
+
+
+def test_autocast_does_not_lower_the_precision_of_a_single_step():
+    inputs = draw(length=1, width=16, values=16, dtype=torch.float32) | {"output_final_state": True}
+    expected = recurrent_gated_delta_rule(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert distance(recurrent_gated_delta_rule(**inputs), expected) == 0
 
 
 def test_transformers_own_function_gives_the_same():

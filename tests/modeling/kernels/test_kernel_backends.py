@@ -214,10 +214,10 @@ def test_inputs_the_package_cannot_take_run_on_the_torch_kernels(inputs, obstacl
 def test_packed_documents_reach_the_kernel(monkeypatch):
     """Guards C3."""
     install(monkeypatch, good_kernel([]), good_kernel([]))
-    inputs, edges = draw(12), torch.tensor([0, 5, 12], dtype=torch.int32)
-    actual = run_as_on_cuda(**inputs, cu_seqlens=edges)
+    inputs, boundaries = draw(12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    actual = run_as_on_cuda(**inputs, cu_seqlens=boundaries)
     expected = chunk_gated_delta_rule(
-        **inputs, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=edges
+        **inputs, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=boundaries
     )
     assert same(actual, expected)
 

@@ -39,9 +39,8 @@ def test_convolution_equals_a_sliding_window(length, width):
     x, weight, bias, state = draw(length=length, width=width)
     for past in (None, state):
         expected = literal(x, weight, bias, past)
-        assert torch.allclose(short_convolution(x, weight, bias, None, past), expected, atol=1e-12)
-        silu = short_convolution(x, weight, bias, "silu", past)
-        assert torch.allclose(silu, expected * expected.sigmoid(), atol=1e-12)
+        found = short_convolution(x, weight, bias, past)
+        assert torch.allclose(found, expected * expected.sigmoid(), atol=1e-12)
 
 
 def test_transformers_own_function_gives_the_same():
@@ -70,21 +69,23 @@ def test_only_the_last_columns_of_a_state_are_read(columns):
     assert torch.equal(short_convolution(x, weight, bias, state=state), expected)
 
 
-@pytest.mark.parametrize("edges", [(0, 3, 7, 9), (0, 1, 2, 2, 9), (0, 0, 9), (0, 9)], ids=str)
+@pytest.mark.parametrize("boundaries", [(0, 3, 7, 9), (0, 1, 2, 2, 9), (0, 0, 9), (0, 9)], ids=str)
 @pytest.mark.parametrize("continued", [False, True])
-def test_packed_documents_equal_separate_runs(edges, continued):
+def test_packed_documents_equal_separate_runs(boundaries, continued):
     """Guards C2: the first tokens of a document see nothing of the one before."""
-    x, weight, bias, state = draw(1, documents=len(edges) - 1)
-    packed = short_convolution(x, weight, bias, state=state if continued else None, cu_seqlens=torch.tensor(edges))
+    x, weight, bias, state = draw(1, documents=len(boundaries) - 1)
+    packed = short_convolution(
+        x, weight, bias, state=state if continued else None, cu_seqlens=torch.tensor(boundaries)
+    )
     separate = [
         literal(x[:, start:stop], weight, bias, state[document : document + 1] if continued else None)
-        for document, (start, stop) in enumerate(pairwise(edges))
+        for document, (start, stop) in enumerate(pairwise(boundaries))
         if stop > start
     ]
     assert torch.allclose(packed, torch.nn.functional.silu(torch.cat(separate, 1)), atol=1e-12)
 
 
-def test_no_gradient_crosses_the_edge_of_a_document():
+def test_no_gradient_crosses_the_boundary_of_a_document():
     """Guards C2."""
     x, weight, bias, _ = draw(1)
     x.requires_grad_()
@@ -98,10 +99,10 @@ def test_no_gradient_crosses_the_edge_of_a_document():
 def test_gradients_pass_gradcheck(length, packed):
     """Guards F7: the convolution state too, and pieces shorter than width - 1."""
     x, weight, bias, state = (t.requires_grad_() for t in draw(1, length, 2, documents=2 if packed else 1))
-    edges = torch.tensor([0, 1, length]) if packed else None
+    boundaries = torch.tensor([0, 1, length]) if packed else None
 
     def run(x, weight, bias, state):
-        return short_convolution(x, weight, bias, state=state, cu_seqlens=edges)
+        return short_convolution(x, weight, bias, state=state, cu_seqlens=boundaries)
 
     assert torch.autograd.gradcheck(run, (x, weight, bias, state))
     assert torch.autograd.gradgradcheck(run, (x, weight, bias, state))
@@ -125,10 +126,9 @@ def test_output_has_the_dtype_of_the_input(dtype):
     [
         ({"weight": torch.zeros(5, 1, 4)}, r"5 channels .* got \(5, 1, 4\).*squeeze"),
         ({"state": torch.zeros(2, 5, 2)}, r"`state` must be \(2, 5, at least 3\), got \(2, 5, 2\)"),
-        ({"activation": "relu"}, "got 'relu'"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "batch size must be 1, got 2"),
     ],
-    ids=["weight", "state", "activation", "packed batch"],
+    ids=["weight", "state", "packed batch"],
 )
 def test_arguments_that_do_not_fit_are_named(change, message):
     x, weight, bias, state = draw()

@@ -55,3 +55,30 @@ def test_documents_without_tokens_are_passed_over():
 def test_a_mask_per_query_and_key_is_refused():
     with pytest.raises(ValueError, match=r"chooses its keys itself"):
         real_tokens(torch.ones(2, 1, 5, 5))
+
+
+SMALL = {
+    "nsa": {"nsa_block_size": 4, "nsa_block_count": 4, "nsa_window": 3},
+    "dsa": {"dsa_latent_dim": 12, "dsa_tail_dim": 4, "dsa_topk": 5, "dsa_index_head_dim": 8},
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("mixer", SMALL)
+def test_function_transforms_give_the_gradients_of_autograd(mixer, make_lt2, make_ids):
+    """Under torch.func nothing is computed again for the backward pass, since its hooks do not work there."""
+    model, ids = make_lt2(layer_mixers=mixer, **SMALL[mixer]), make_ids(2, 29)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row[None],), {"use_cache": False}).logits.square().mean()
+
+    rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, ids)
+    for row, tokens in enumerate(ids):
+        alone = torch.func.grad(loss)(parameters, tokens)
+        model.zero_grad()
+        loss({}, tokens).backward()
+        for name, parameter in model.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(alone[name], expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(rows[name][row], expected, rtol=0, atol=1e-10)

@@ -35,8 +35,8 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(sparse_attention, "_PIECE_PER_THREAD", 500)
 
 
-def turned(vector: torch.Tensor, position: int, width: int) -> torch.Tensor:
-    """Turn the first `width` numbers of a vector, number i together with i + width / 2."""
+def rotated(vector: torch.Tensor, position: int, width: int) -> torch.Tensor:
+    """Rotate the first `width` numbers of a vector, number i together with i + width / 2."""
     half = width // 2
     # transformers keeps the frequencies in float32.
     angles = position * (1 / 10000.0 ** (torch.arange(0, width, 2, dtype=torch.float32) / width)).double()
@@ -61,8 +61,8 @@ def scores_by_hand(mixer: DeepseekSparseAttention, x: torch.Tensor) -> torch.Ten
                 if config.dsa_indexer == "lt2":
                     scores[t, j] += queries[t, head] @ keys[j] / heads
                     continue
-                query = turned(queries[t, head], t, min(64, width))
-                product = query @ turned(keys[j], j, min(64, width)) * width**-0.5
+                query = rotated(queries[t, head], t, min(64, width))
+                product = query @ rotated(keys[j], j, min(64, width)) * width**-0.5
                 weight = mixer.w_score_proj.weight[head] @ x[t] * heads**-0.5
                 scores[t, j] += weight * product.clamp(min=0)
     return scores
@@ -75,7 +75,7 @@ def by_hand(mixer: DeepseekSparseAttention, x: torch.Tensor) -> tuple[torch.Tens
     queries = F.linear(x, mixer.q_proj.weight).view(length, heads, width)
     latents, scores = F.linear(x, mixer.kv_proj.weight), scores_by_hand(mixer, x)
     if config.dsa_rope:
-        tails = [turned(latent[value:], t, config.dsa_tail_dim) for t, latent in enumerate(latents)]
+        tails = [rotated(latent[value:], t, config.dsa_tail_dim) for t, latent in enumerate(latents)]
         latents = torch.cat((latents[:, :value], torch.stack(tails)), dim=1)
     output = torch.zeros(length, heads * value, dtype=x.dtype)
     divergence = torch.zeros(length, dtype=x.dtype)
@@ -88,7 +88,7 @@ def by_hand(mixer: DeepseekSparseAttention, x: torch.Tensor) -> tuple[torch.Tens
         for head in range(heads):
             query = queries[t, head]
             if config.dsa_rope:
-                query = torch.cat((query[:value], turned(query[value:], t, config.dsa_tail_dim)))
+                query = torch.cat((query[:value], rotated(query[value:], t, config.dsa_tail_dim)))
             weights.append(torch.stack([query @ latents[j] / width**0.5 for j in chosen]).softmax(0))
             mixed = sum(weight * latents[j, :value] for weight, j in zip(weights[-1], chosen, strict=True))
             output[t, head * value : (head + 1) * value] = mixed
@@ -275,3 +275,17 @@ def test_half_precision_scores_in_float32():
     assert output.dtype == torch.bfloat16
     assert divergence.dtype == torch.float32
     assert mixer._indexer(x, torch.arange(12)[None]).scores().dtype == torch.float32
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.5])
+def test_whether_the_indexer_learns_may_hang_on_a_float_that_a_compiler_takes_for_a_symbol(weight, monkeypatch):
+    """As it does in a model, from a field; all else that is a float on the module becomes a symbol, too."""
+    monkeypatch.setattr(sparse_attention, "_PIECE_PER_THREAD", 2**19)
+    mixer, x = build().train(), torch.randn(2, 13, 64, dtype=torch.float64)
+
+    def run(x, weight):
+        return mixer(x, output_divergence=weight > 1)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(x, weight), run(x, weight), **EXACT)

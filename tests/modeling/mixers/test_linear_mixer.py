@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from loopergy import LT2Config
 from loopergy.configuration.linear_fields import LINEAR_MIXERS
+from loopergy.modeling.looped_cache import make_cache
 from loopergy.modeling.modeling_lt2 import MIXER_CLASSES
 
 # Sizes that differ wherever they may: K != V, K * H != hidden size.
@@ -55,7 +56,7 @@ def unit(x):
     return x / torch.sqrt(x @ x + 1e-6)
 
 
-def turned(x, position):
+def rotated(x, position):
     """Turn the pairs (i, i + K / 2) of a vector by position * 10000^(-2 i / K)."""
     half = len(x) // 2
     pairs = torch.complex(x[:half], x[half:])
@@ -136,7 +137,7 @@ def retnet(mixer, x, config):
     parts = [by_head(getattr(mixer, f"{name}_proj")(x), mixer.num_heads) for name in "qkv"]
     outputs = []
     for h, (q, k, v) in enumerate(zip(*parts, strict=True)):
-        q, k = (torch.stack([turned(row, t) for t, row in enumerate(part)]) for part in (q, k))
+        q, k = (torch.stack([rotated(row, t) for t, row in enumerate(part)]) for part in (q, k))
         gamma = torch.full((len(x), 1), 1 - 2.0 ** (-5 - h), dtype=x.dtype)
         outputs.append(recurrence(q, k, v, gamma.log()))
     normed = torch.cat([torch.stack([rms(row, mixer.g_norm_swish_gate) for row in out]) for out in outputs], -1)
@@ -313,3 +314,18 @@ def test_composed_transitions_of_the_loops_have_rank_one_per_loop(name, loops):
     assert torch.linalg.matrix_rank(rest, atol=1e-9) == loops
     determinant = torch.stack(decays).prod() ** width * (1 - 0.9) ** loops
     torch.testing.assert_close(torch.linalg.det(state[0, 0]), determinant, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_autocast_does_not_lower_the_precision_of_the_state_of_a_step(name, monkeypatch):
+    mixer, config = build(name, torch.float32)
+    x, position_ids = torch.randn(1, 3, config.hidden_size), torch.arange(3)[None]
+    cache, given, seen = make_cache(config), mixer.step, []
+    monkeypatch.setattr(
+        mixer, "step", lambda *args, **rest: seen.append(torch.is_autocast_enabled("cpu")) or given(*args, **rest)
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mixer(x[:, :2], cache=cache, position_ids=position_ids[:, :2])
+        mixer(x[:, 2:], cache=cache, position_ids=position_ids[:, 2:])
+    assert seen == [False]
+    assert cache.get_recurrent_state(0).dtype == torch.float32

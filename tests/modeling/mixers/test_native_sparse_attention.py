@@ -257,3 +257,18 @@ def test_averages_are_appended_block_by_block():
             past += new
             assert blocks.shape[2] == pooling.complete(past)
         torch.testing.assert_close(blocks, expected, **EXACT)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_averages_made_under_autocast_are_continued_in_the_type_of_the_tokens(padded):
+    tokens, pooling = torch.randn(2, 3, 12, 5), Pooling(4, 2)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[0, :2] = not padded
+    masks = (real[:, :7], real) if padded else (None, None)
+    first = pool_blocks(tokens[:, :, :7].bfloat16(), None, pooling, 0, 7, masks[0])
+    blocks = pool_blocks(tokens, first, pooling, 7, 5, masks[1])
+    expected = pool_blocks(tokens, None, pooling, 0, 12, masks[1])
+    assert blocks.dtype == torch.float32
+    complete = pooling.complete(10 if padded else 12)
+    torch.testing.assert_close(blocks[:, :, :complete], expected[:, :, :complete], rtol=0, atol=0.02)

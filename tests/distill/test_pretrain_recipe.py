@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import loopergy
-from loopergy import pretraining
 from loopergy.cli import app
+from loopergy.distill import pretrain_recipe
+from loopergy.distill.pretrain_recipe import PretrainRecipe, PretrainRun, Start, pretrain
 from loopergy.distill.stage import StageError, StageRecord
-from loopergy.pretraining import PretrainRecipe, PretrainRun, Start, pretrain
 from loopergy.recipes import recipe_files
 
 SMALL = {
@@ -91,7 +91,7 @@ def test_an_exported_teacher_has_a_card_that_tells_each_loop(finished, tmp_path)
 
 def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(finished, monkeypatch):
     folder, report = finished
-    monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained again"))
+    monkeypatch.setattr(PretrainRun, "_perform", lambda *args: pytest.fail("trained again"))
     assert PretrainRun(recipe(), folder).run() == report
     assert pretrain(recipe(), folder) == folder / "gate"
     gate = SMALL["gate"]
@@ -108,7 +108,7 @@ def test_a_finished_run_is_not_run_again_and_other_settings_are_refused(finished
 def test_an_interrupted_run_ends_as_one_that_was_not(finished, tmp_path, monkeypatch):
     _, report = finished
     steps = []
-    original = pretraining.PretrainTrainer._save_checkpoint
+    original = pretrain_recipe.PretrainTrainer._save_checkpoint
 
     def stop_after_the_first(self, *args):
         original(self, *args)
@@ -116,7 +116,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(finished, tmp_path, monkeyp
         if len(steps) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining.PretrainTrainer, "_save_checkpoint", stop_after_the_first)
+    monkeypatch.setattr(pretrain_recipe.PretrainTrainer, "_save_checkpoint", stop_after_the_first)
     with pytest.raises(KeyboardInterrupt):
         PretrainRun(recipe(), tmp_path).run()
     assert not (tmp_path / "pretrain").exists()
@@ -136,11 +136,11 @@ def test_an_interrupted_run_is_refused_another_tokenizer_or_rate(tmp_path, monke
         raise KeyboardInterrupt
 
     name = "_save_checkpoint" if checkpoint else "training_step"
-    original = getattr(pretraining.PretrainTrainer, name)
-    monkeypatch.setattr(pretraining.PretrainTrainer, name, stop)
+    original = getattr(pretrain_recipe.PretrainTrainer, name)
+    monkeypatch.setattr(pretrain_recipe.PretrainTrainer, name, stop)
     with pytest.raises(KeyboardInterrupt):
         PretrainRun(recipe(), tmp_path).run()
-    monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained"))
+    monkeypatch.setattr(PretrainRun, "_perform", lambda *args: pytest.fail("trained"))
     with pytest.raises(StageError, match=r"tokenizer.vocab_size was 700, the recipe has 710\. Restore"):
         PretrainRun(recipe(tokenizer={"vocab_size": 710}), tmp_path).run()
     if checkpoint:
@@ -183,7 +183,7 @@ def test_the_seed_draws_the_weights(tmp_path):
 
 
 def test_a_trained_tokenizer_has_ouros_special_tokens():
-    tokenizer = pretraining.train_tokenizer(["some text, some more text"] * 3, 300)
+    tokenizer = pretrain_recipe.train_tokenizer(["some text, some more text"] * 3, 300)
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
 
@@ -263,7 +263,7 @@ def test_keys_and_values_that_a_recipe_does_not_take_are_named(changes, message)
 def test_what_a_run_refuses_comes_up_before_it_trains(tmp_path, monkeypatch, changes, message):
     ((name, part),) = changes.items()
     value = [{**SMALL["tasks"][0], **part}] if name == "tasks" else {**SMALL[name], **part}
-    monkeypatch.setattr(PretrainRun, "_train", lambda *args: pytest.fail("trained"))
+    monkeypatch.setattr(PretrainRun, "_perform", lambda *args: pytest.fail("trained"))
     with pytest.raises(ValueError, match=message):
         PretrainRun(recipe(**{name: value}), tmp_path / "run").run()
 
@@ -298,7 +298,7 @@ def test_a_mistyped_folder_is_named(tmp_path):
 def test_a_tokenizer_has_a_token_for_every_byte(tmp_path):
     with pytest.raises(ValueError, match="`vocab_size` must be at least 259, got 258"):
         PretrainRun(recipe(tokenizer={"vocab_size": 258}), tmp_path)
-    assert len(pretraining.train_tokenizer(["some text"], 259)) == 259
+    assert len(pretrain_recipe.train_tokenizer(["some text"], 259)) == 259
 
 
 def test_a_task_of_another_vocabulary_is_refused(tmp_path):

@@ -16,15 +16,15 @@ A recipe that is run again skips the stages whose folder has a `stage.json` and 
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from loopergy.configuration.configuration_ouro import OuroConfig
-from loopergy.conversion.config_fields import check_fields
+from loopergy.conversion.config_fields import check_field_names
 from loopergy.conversion.folders import replace_file
 from loopergy.distill.pictures import draw_losses, to_svg
 from loopergy.distill.pretrain import (
@@ -35,84 +35,23 @@ from loopergy.distill.pretrain import (
     check_loops,
     evaluate_loops,
 )
-from loopergy.distill.recipe_parts import (
-    EvaluateSettings,
-    differences,
-    naming,
-    read_recipe,
-    read_stage,
-    run_stages,
-    train_stage,
-)
+from loopergy.distill.recipe_settings import EvaluateSettings, RecipeFile, naming, read_stage
 from loopergy.distill.report import loss_curve
-from loopergy.distill.stage import STAGE_FILE, StageConfig, StageError, StageRecord
+from loopergy.distill.stage import StageError, StageRecord
+from loopergy.distill.staged_run import StagedRun
 from loopergy.modeling.modeling_ouro import OuroForCausalLM
-from loopergy.tasks.mixture import TextAndTasks, accuracies, check_entries, check_shares, task_shares
-from loopergy.training.checks import check_least, check_row_length, check_trains
-from loopergy.training.data import PackedDataset, held_out_batches, load_documents
-from loopergy.training.fields import check_keys, field_names, read_fields, read_part, read_value
-from loopergy.training.processes import join_processes, shared_folder
+from loopergy.tasks.mixture import check_entries, task_shares
+from loopergy.training.checks import check_least
+from loopergy.training.fields import check_keys, differences, read_fields, read_part, read_value
+from loopergy.training.new_tokenizer import documents_at_hand, train_tokenizer
+from loopergy.training.processes import shared_folder
 
 STAGES: dict[str, tuple[Any, Any]] = {"pretrain": (PretrainConfig, PretrainTrainer), "gate": (GateConfig, GateTrainer)}
 REPORT_FILE, CURVE_FILE = "pretraining.json", "pretraining.svg"
 # Beside a tokenizer that was trained here: on what.
 TOKENIZER_FILE = "trained_on.json"
-_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # The recipe's seed draws the weights and orders the data.
 _BARRED = {"seed": "the recipe's own `seed` counts; set that"}
-_CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with Ouro's special tokens at Ouro's ids 0, 1 and 2.
-
-    Args:
-        documents (`list[str]`): Text.
-        vocab_size (`int`): Number of tokens, at least 259: one a byte and the special ones.
-
-    Returns:
-        `PreTrainedTokenizerFast`: With a ChatML template.
-
-    Raises:
-        ValueError: Too few tokens.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if vocab_size < 256 + len(_SPECIAL):
-        raise ValueError(f"tokenizer: `vocab_size` must be at least {256 + len(_SPECIAL)}, got {vocab_size}.")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    return _with_template(tokenizer)
-
-
-def _with_template(tokenizer: Any) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the tokenizers library with the special tokens and the template of those trained here."""
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
-    fast.chat_template = _CHAT_TEMPLATE
-    return fast
-
-
-def _documents_at_hand(source: str) -> list[str]:
-    """Return the documents to train a tokenizer on, chats as its template writes them."""
-    from tokenizers import Tokenizer, models
-
-    documents = load_documents(source, _with_template(Tokenizer(models.BPE())))
-    if not isinstance(documents, list):
-        raise ValueError(
-            f"data: there is no file or folder {source!r}, so it names a data set of the Hub, which is streamed, and "
-            "a tokenizer is trained on documents at hand. Correct the path, or name a tokenizer to load."
-        )
-    return documents
 
 
 @dataclass
@@ -128,7 +67,7 @@ class Start:
         branch_scale (`float`): Weight of the norms behind attention and MLP.
 
     Raises:
-        ValueError: A value that is no number, or a negative deviation.
+        ValueError: A value that is not a number, or a negative deviation.
     """
 
     embedding_std: float = field(default=1.0, metadata={"help": "Standard deviation of the embeddings."})
@@ -148,7 +87,7 @@ class Start:
 
 
 @dataclass
-class PretrainRecipe:
+class PretrainRecipe(RecipeFile):
     """What to train on what.
 
     Args:
@@ -191,7 +130,7 @@ class PretrainRecipe:
                 kind(**part)
         read_fields(self)
         check_least("", self, seed=0)
-        check_fields(OuroConfig, self.model)
+        check_field_names(OuroConfig, self.model)
         if isinstance(self.tokenizer, Mapping):
             check_keys("tokenizer", self.tokenizer, ["vocab_size"])
             if "vocab_size" not in self.tokenizer:
@@ -200,23 +139,8 @@ class PretrainRecipe:
             self.tokenizer = {"vocab_size": vocab_size}
         check_entries(self.tasks)
 
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> "PretrainRecipe":
-        """Read a recipe from a YAML file."""
-        return cls.from_dict(read_recipe(path), str(path))
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "PretrainRecipe":
-        """Build a recipe from a mapping; unknown keys are an error that lists the known ones."""
-        check_keys(source, values, field_names(cls))
-        if "pretrain" not in values:
-            raise ValueError(
-                f"{source}: the key `pretrain` is missing. (Recipes with a `teacher` are for `loopergy run`.)"
-            )
-        return cls(**values)
-
-
-class PretrainRun:
+class PretrainRun(StagedRun):
     """Carry out a recipe in a folder.
 
     | below `output_dir`    | what                                                                          |
@@ -233,28 +157,24 @@ class PretrainRun:
         on_stage (callable, *optional*): Called with name and record of every stage that is done, by the main process.
     """
 
+    stages = tuple(STAGES)
+    trainers = STAGES
+    data_seeds = {"pretrain": 0, "gate": 1}
+    row_limit = ("model", "`model.max_position_embeddings={length}`")
+    config: OuroConfig
+
     def __init__(
         self,
         recipe: PretrainRecipe,
         output_dir: str | Path,
         on_stage: Callable[[str, StageRecord], None] = lambda name, record: None,
     ):
-        self.recipe, self.folder, self.on_stage = recipe, Path(output_dir), on_stage
-        self.processes = join_processes()
+        super().__init__(recipe, output_dir, on_stage)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = self._tokenizer()
         self.config = self._config()
         self.tasks = task_shares(recipe.tasks, self.tokenizer)
-        settings = EvaluateSettings(**recipe.evaluate)
-        self.held_out: list[dict[str, torch.Tensor]] = []
-        if settings.num_tokens > 0:
-            self._check_length("evaluate", settings.length)
-            self.held_out = held_out_batches(recipe.data, self.tokenizer, **asdict(settings))
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that writes and reports."""
-        return self.processes.is_main_process
+        self.held_out = self._held_out()
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         asked = self.recipe.tokenizer
@@ -271,10 +191,10 @@ class PretrainRun:
                     f"The tokenizer in {folder} was trained with other settings: {'; '.join(texts)}. Restore them, or "
                     f"remove {self.folder} to begin anew, or give another output."
                 )
-        # None writes before all have looked.
+        # No process writes before all have looked.
         self.processes.wait_for_everyone()
         if missing:
-            trained = train_tokenizer(_documents_at_hand(self.recipe.data), asked["vocab_size"])
+            trained = train_tokenizer(documents_at_hand(self.recipe.data), asked["vocab_size"])
             with shared_folder(folder) as unfinished:
                 if unfinished is not None:
                     trained.save_pretrained(unfinished)
@@ -293,54 +213,24 @@ class PretrainRun:
                 )
         return config
 
-    def _check_length(self, name: str, length: int) -> None:
-        """Refuse rows that the model is not made for."""
-        with naming(name):
-            limit = self.config.max_position_embeddings
-            check_row_length(length, limit, "model", f"`model.max_position_embeddings={length}`")
-
     def run(self) -> dict[str, Any]:
         """Run what is not done yet; return what `pretraining.json` holds."""
-        parts = {name: part for name in STAGES if (part := getattr(self.recipe, name)) is not None}
-        for name, part in parts.items():
-            # What the second stage refuses is not to come up after the first.
-            with naming(name):
-                args = self._arguments(name, part)
-                check_trains(args)
-                check_shares(self.tasks, args.length)
-                if name == "gate":
-                    check_loops(self.config.num_loops)
-            self._check_length(name, args.length)
-        settings = {name: self._settings(part) for name, part in parts.items()}
-        perform = lambda name: self._train(name, parts[name])  # noqa: E731
-        run_stages(self, settings, perform, order=tuple(STAGES), origin=self._origin)
+        self.run_stages()
         report = self.report()
         if self.is_main:
             replace_file(self.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")
             replace_file(self.folder / CURVE_FILE, to_svg(draw_losses(report["losses"])))
         return report
 
-    def model_folder(self) -> Path:
-        """Return the folder of the last finished stage."""
-        done = [name for name in STAGES if (self.folder / name / STAGE_FILE).is_file()]
-        if not done:
-            raise FileNotFoundError(f"No stage is finished in {self.folder}.")
-        return self.folder / done[-1]
-
-    def _settings(self, stage: dict[str, Any]) -> dict[str, Any]:
-        """Return everything that a finished stage depends on."""
-        recipe = self.recipe
+    def _settings(self, name: str) -> dict[str, Any]:
         names = ("data", "tokenizer", "model", "start", "tasks", "seed")
-        return {**{name: getattr(recipe, name) for name in names}, **stage}
+        return {**{each: getattr(self.recipe, each) for each in names}, **self.parts[name]}
 
-    def _origin(self, name: str) -> dict[str, Any]:
-        """Return what the record of a stage depends on beside its settings: the text that it was measured on."""
-        return {"evaluate": asdict(EvaluateSettings(**self.recipe.evaluate))}
-
-    def _arguments(self, name: str, settings: dict[str, Any]) -> StageConfig:
-        """Return the arguments of a stage's trainer."""
-        folder = self.folder / "checkpoints" / name
-        return STAGES[name][0](output_dir=str(folder), **{"seed": self.recipe.seed, **settings})
+    def _check_training(self, name: str, args: Any) -> None:
+        super()._check_training(name, args)
+        if name == "gate":
+            check_loops(self.config.num_loops)
+        self._check_rows(name, args.length)
 
     def _new_model(self) -> OuroForCausalLM:
         set_seed(self.recipe.seed)
@@ -349,27 +239,11 @@ class PretrainRun:
             Start(**self.recipe.start).apply(model)
         return model
 
-    def _train(self, name: str, settings: dict[str, Any]) -> StageRecord:
-        """Run one stage, or what of it an interrupted run left."""
-        args = self._arguments(name, settings)
-        seed = self.recipe.seed + list(STAGES).index(name)
-        data: Any = PackedDataset(self.recipe.data, self.tokenizer, args.length, seed=seed)
-        if self.tasks:
-            data = TextAndTasks(data, self.tasks, seed)
-        model = self._new_model() if name == "pretrain" else str(self.folder / "pretrain")
+    def _perform(self, name: str) -> StageRecord:
+        return self._train_stage(name, self._new_model() if name == "pretrain" else str(self.folder / "pretrain"))
 
-        def measure(trained: Any, seconds: float) -> dict[str, Any]:
-            metrics: dict[str, Any] = {"settings": self._settings(settings), "run": self._origin(name)}
-            metrics["seconds"] = round(seconds, 2)
-            if self.held_out:
-                metrics["loops"] = evaluate_loops(trained, self.held_out)
-            if self.tasks:
-                metrics["tasks"] = accuracies(trained, self.tasks)
-            return metrics
-
-        return train_stage(
-            STAGES[name][1](model, None, args, data, processing_class=self.tokenizer), self.folder / name, measure
-        )
+    def _measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        return {} if self.held_out is None else {"loops": evaluate_loops(model, self.held_out)}
 
     def report(self) -> dict[str, Any]:
         """Collect the records of all finished stages: the losses of each, and what was measured on held-out text."""

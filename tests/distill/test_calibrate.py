@@ -327,7 +327,7 @@ def test_alignment_starts_from_the_calibrated_student(small, tmp_path):
 
 def test_single_stages_of_a_run_know_whether_it_was_calibrated(tmp_path):
     file = tmp_path / "recipe.yaml"
-    file.write_text("teacher: tiny\ncalibrate: {num_tokens: 96}\n")
+    file.write_text("teacher: tiny\ncalibrate: {num_tokens: 96}\nselect: null\n")
     flags: dict[str, str | None] = {"teacher": None, "data": None}
     assert stage_recipe("align", tmp_path, file, flags, {}).calibrate == {"num_tokens": 96}
     for stage in ("convert", "align"):
@@ -336,4 +336,4 @@ def test_single_stages_of_a_run_know_whether_it_was_calibrated(tmp_path):
     assert stage_recipe("distill", tmp_path, file, flags, {}).calibrate is None
     (tmp_path / "calibrate").mkdir()
     StageRecord("calibrate", [], "", metrics={"settings": {"num_tokens": 48}}).save(tmp_path / "calibrate")
-    assert stage_recipe("distill", tmp_path, None, {**flags, "teacher": "tiny"}, {}).calibrate == {"num_tokens": 48}
+    assert stage_recipe("distill", tmp_path, file, flags, {}).calibrate == {"num_tokens": 48}
